@@ -1,0 +1,126 @@
+"""Typed errors of both services and the gRPC status each one becomes.
+
+| error        | status                             | detail                             |
+|--------------|------------------------------------|------------------------------------|
+| Internal     | INTERNAL                           | none                               |
+| InvalidField | INVALID_ARGUMENT                   | google.rpc.BadRequest              |
+| AlreadyLive  | ALREADY_EXISTS                     | none                               |
+| QueueFull    | RESOURCE_EXHAUSTED                 | google.rpc.RetryInfo               |
+| Unavailable  | UNAVAILABLE                        | none                               |
+| Refused      | FAILED_PRECONDITION or UNAVAILABLE | google.rpc.ErrorInfo, domain below |
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+REFUSAL_DOMAIN = "fdfo.worker"
+RefusalReason = Literal["EPOCH_CHANGED", "STALE_GENERATION", "ROUND_GAP", "OTHER_MODEL", "DRAINING"]
+
+
+class ServiceError(Exception):
+    """Base of all; `str(error)` is the status message. One raised at start ends the process with that line."""
+
+    code = grpc.StatusCode.INTERNAL
+
+    def detail(self) -> Message | None:
+        """The google.rpc message that travels with the status."""
+        return None
+
+
+class Internal(ServiceError):
+    """The service itself failed; nothing in the request is at fault."""
+
+
+class InvalidField(ServiceError):
+    """A field of the request is wrong; `field` is its path as in the proto, e.g. "sampling.top_p"."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+    def detail(self) -> Message:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
+        return error_details_pb2.BadRequest(field_violations=[violation])
+
+
+class AlreadyLive(ServiceError):
+    """A request with this id is live."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request id {request_id!r} is live")
+        self.request_id = request_id
+
+
+class QueueFull(ServiceError):
+    """No place in the queue; try again after `retry_after_s` seconds."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"the queue is full; try again in {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
+    def detail(self) -> Message:
+        delay = Duration()
+        delay.FromNanoseconds(round(self.retry_after_s * 1e9))
+        return error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+class Unavailable(ServiceError):
+    """The service takes no requests now."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class Refused(ServiceError):
+    """A worker takes no round of this scheduler, for one of the reasons that worker.proto lists."""
+
+    def __init__(self, reason: RefusalReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.code = grpc.StatusCode.UNAVAILABLE if reason == "DRAINING" else grpc.StatusCode.FAILED_PRECONDITION
+
+    def detail(self) -> Message:
+        return error_details_pb2.ErrorInfo(reason=self.reason, domain=REFUSAL_DOMAIN)
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:
+    """End the RPC with the error's status, message and detail."""
+    status = status_pb2.Status(code=error.code.value[0], message=str(error))
+    detail = error.detail()
+    if detail is not None:
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    rich = rpc_status.to_status(status)
+    await context.abort(rich.code, rich.details, rich.trailing_metadata)
+
+
+def refusal_reason(rpc_error: grpc.RpcError) -> RefusalReason | None:
+    """Why a worker refused the call; None for every other failure (`Refused` on the worker's side)."""
+    try:
+        # Both grpc's and grpc.aio's errors have what from_call reads of a call.
+        status = rpc_status.from_call(cast(grpc.Call, rpc_error))
+    except ValueError:  # code and detail disagree: not from abort_with
+        return None
+    if status is None:
+        return None
+    for packed in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if packed.Unpack(info) and info.domain == REFUSAL_DOMAIN:
+            return cast(RefusalReason, info.reason)
+    return None

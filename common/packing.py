@@ -1,0 +1,45 @@
+"""Token ids and mask bits as the packed bytes of the protos (see worker.proto). Standard library only."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Pack token ids as little-endian int32."""
+    packed = array("i", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Inverse of `pack_ids`; raises ValueError if the length is not a multiple of 4."""
+    unpacked = array("i")
+    unpacked.frombytes(data)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked.tolist()
+
+
+def packed_bits_size(num_bits: int) -> int:
+    """Bytes of `num_bits` packed bits."""
+    return (num_bits + 7) // 8
+
+
+def pack_bits(bits: Sequence[bool]) -> bytes:
+    """Pack flags, least significant bit first."""
+    value = 0
+    for index, bit in enumerate(bits):
+        value |= bool(bit) << index
+    return value.to_bytes(packed_bits_size(len(bits)), "little")
+
+
+def unpack_bits(data: bytes, num_bits: int) -> list[bool]:
+    """Inverse of `pack_bits`; raises ValueError on a wrong length or on bits set beyond `num_bits`."""
+    value = int.from_bytes(data, "little")
+    if len(data) != packed_bits_size(num_bits) or value >> num_bits:
+        raise ValueError(f"{len(data)} bytes do not hold {num_bits} bits")
+    return [bool(value >> index & 1) for index in range(num_bits)]

@@ -1,0 +1,200 @@
+"""Command-line flags from a frozen dataclass: one field, one flag.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings:
+        model_path: Path = setting(help="folder of the model", metavar="DIR")
+        port: int = setting(50051, help="port to listen on", minimum=0, maximum=65535)
+        verbose: bool = setting(False, help="say more")          # --verbose / --no-verbose
+
+Fields are bool, int, float, str or Path, or one of these or None (absent). A wrong value ends the process with status 2
+and one line that names the flag and what is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+S = TypeVar("S", bound="DataclassInstance")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flag:
+    """What a field says of its flag; kept in the field's metadata under this class."""
+
+    help: str
+    metavar: str | None
+    choices: Sequence[str] | None
+    minimum: float | None
+    maximum: float | None
+    check: Callable[[str], None] | None
+    flag: str | None
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    metavar: str | None = None,
+    choices: Sequence[str] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    check: Callable[[str], None] | None = None,
+    flag: str | None = None,
+) -> Any:
+    """A dataclass field with its flag. Without a default the flag is required.
+
+    `minimum` and `maximum` are inclusive. `check` raises ValueError, saying what is allowed. `flag` replaces the name
+    made from the field's.
+    """
+    return dataclasses.field(
+        default=default, metadata={_Flag: _Flag(help, metavar, choices, minimum, maximum, check, flag)}
+    )
+
+
+def build_parser(
+    cls: type[DataclassInstance], prog: str, description: str, examples: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """A parser with one flag a field of `cls`; the examples, one command line each, close its help."""
+    epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples) if examples else None
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flags(parser, cls)
+    return parser
+
+
+def add_flags(parser: argparse._ActionsContainer, cls: type[DataclassInstance], skip: Collection[str] = ()) -> None:
+    """Add the flags of all fields of `cls` but those named in `skip` to a parser or a group of one."""
+    for field, flag, kind in _fields(cls):
+        if field.name in skip:
+            continue
+        name = _flag_name(field, flag)
+        required = field.default is dataclasses.MISSING
+        if kind is bool:
+            parser.add_argument(
+                name,
+                dest=field.name,
+                action=argparse.BooleanOptionalAction,
+                default=field.default,
+                help=f"{flag.help} (default: {'on' if field.default else 'off'})",
+            )
+            continue
+        shown = "" if required or field.default is None else f" (default: {field.default})"
+        parser.add_argument(
+            name,
+            dest=field.name,
+            type=_converter(kind, flag),
+            choices=flag.choices,
+            metavar=flag.metavar,
+            default=None if required else field.default,
+            required=required,
+            help=(flag.help + shown).replace("%", "%%"),
+        )
+
+
+def settings_from(cls: type[S], namespace: argparse.Namespace) -> S:
+    """The settings among parsed arguments; fields that the parser did not have keep their default."""
+    values = {field.name: getattr(namespace, field.name) for field, _, _ in _fields(cls) if field.name in namespace}
+    return cls(**values)
+
+
+def parse_settings(
+    cls: type[S],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    description: str = "",
+    examples: Sequence[str] = (),
+) -> S:
+    """Settings from a command line (`sys.argv` when None). Ends the process for --help and for what is wrong."""
+    parser = build_parser(cls, prog or cls.__name__, description, examples)
+    return settings_from(cls, parser.parse_args(argv))
+
+
+def to_argv(settings: DataclassInstance) -> list[str]:
+    """The command line that `parse_settings` reads as these settings; values that are the default are left out."""
+    argv: list[str] = []
+    for field, flag, kind in _fields(type(settings)):
+        value = getattr(settings, field.name)
+        if value == field.default:
+            continue
+        name = _flag_name(field, flag)
+        if kind is bool:
+            argv.append(name if value else "--no-" + name.removeprefix("--"))
+        elif value is None:
+            raise ValueError(f"{name}: None cannot be said on a command line; the default is {field.default!r}")
+        else:
+            argv.append(f"{name}={value}")  # one word, so that a value may begin with a dash
+    return argv
+
+
+def flags_of(cls: type[DataclassInstance]) -> set[str]:
+    """All flag names that `cls` takes, the --no- forms too."""
+    names = set()
+    for field, flag, kind in _fields(cls):
+        name = _flag_name(field, flag)
+        names.add(name)
+        if kind is bool:
+            names.add("--no-" + name.removeprefix("--"))
+    return names
+
+
+def _flag_name(field: dataclasses.Field[Any], flag: _Flag) -> str:
+    return flag.flag or "--" + field.name.replace("_", "-")
+
+
+def _fields(cls: type[DataclassInstance]) -> list[tuple[dataclasses.Field[Any], _Flag, type]]:
+    """Each field with its flag and its type, `None` taken off."""
+    hints = typing.get_type_hints(cls)
+    rows = []
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if isinstance(hint, types.UnionType):
+            hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        rows.append((field, field.metadata[_Flag], hint))
+    return rows
+
+
+def _converter(kind: type, flag: _Flag) -> Callable[[str], Any]:
+    low, high = flag.minimum, flag.maximum
+    if kind in (int, float):
+        wanted = "a whole number" if kind is int else "a number"
+        if low is not None and high is not None:
+            wanted += f" from {low:g} to {high:g}"
+        elif low is not None:
+            wanted += f" of at least {low:g}"
+        elif high is not None:
+            wanted += f" of at most {high:g}"
+
+    def convert(text: str) -> Any:
+        if kind in (int, float):
+            try:
+                value = kind(text)
+            except ValueError:
+                value = math.nan
+            # A comparison with NaN is false, so NaN (infinity apart) never passes.
+            inside = (low is None or value >= low) and (high is None or value <= high) and math.isfinite(value)
+            if not inside:
+                raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+            return value
+        if flag.check is not None:
+            try:
+                flag.check(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+        return kind(text)
+
+    return convert
