@@ -1,0 +1,132 @@
+"""From the logits of a block to one candidate token for each position, with its probability.
+
+The order: the mask token's logit becomes minus infinity; the penalty; division by the temperature; top-k (every value
+that ties with the k-th largest stays); top-p on what is left (tokens in falling order, equal ones by id, until their
+sum has passed p; the first always stays); min-p (tokens below min_p times the largest probability go); softmax.
+Temperature 0 takes the most probable token, the lowest id among equals, with its probability at temperature 1.
+
+A draw takes one uniform number a position from a counter hash and looks it up in the cumulative distribution, tokens
+in the order of their ids. There is no generator to carry: the number is a function of (seed, sample, block, step,
+position), whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from worker_svc.algorithms.base import SamplingColumns, StepBatch
+
+# Filtering takes about 50 bytes a logit, so sampled rows are filtered in groups of at most so many logits.
+MAX_SORTED_LOGITS = 1 << 26
+
+
+def candidates(batch: StepBatch, logits: Tensor, penalty: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One token for every position, masked or not: ids int64 [R, B] and their probabilities float32 [R, B].
+
+    `logits` float32 [R, B, V] are overwritten. `penalty` float32 [R] is taken off the logit of the token that now
+    stands at the previous position of the block, from position 1 on; a masked position holds no token.
+    For a sampled row the probability is that of the drawn token after the filters.
+    """
+    logits[..., batch.mask_token_id] = float("-inf")
+    if penalty is not None:
+        # A masked neighbour's penalty falls on the mask token, which is at minus infinity already.
+        previous = torch.where(batch.masked, batch.mask_token_id, batch.ids)[:, :-1, None]
+        logits[:, 1:].scatter_add_(2, previous, -penalty[:, None, None].expand(previous.shape))
+    top_logits, best = logits.max(dim=-1, keepdim=True)  # the first of equals
+    best = best.squeeze(-1)
+    # From here on relative to the largest one: no temperature can make them overflow.
+    logits.sub_(top_logits)
+    if not batch.sampling.any_sampling:
+        return best, _probability_of_best(logits.exp_())
+
+    uniforms = draw_uniforms(batch.sampling, batch.block_index, batch.step_index, batch.ids.shape[1])
+    num_rows, block_size, vocab_size = logits.shape
+    rows_at_once = max(1, MAX_SORTED_LOGITS // (block_size * vocab_size))
+    drawn, drawn_probability, best_probability = [], [], []
+    for first in range(0, num_rows, rows_at_once):
+        rows = slice(first, first + rows_at_once)
+        best_probability.append(_probability_of_best(logits[rows].exp()))
+        tokens, probability = _draw(logits[rows], batch.sampling, rows, uniforms[rows])
+        drawn.append(tokens)
+        drawn_probability.append(probability)
+    is_sampled = batch.sampling.temperature[:, None] > 0
+    return (
+        torch.where(is_sampled, torch.cat(drawn), best),
+        torch.where(is_sampled, torch.cat(drawn_probability), torch.cat(best_probability)),
+    )
+
+
+def _probability_of_best(weights: Tensor) -> Tensor:
+    """float32 [R, B] from exp(logit - largest logit): the best token's weight is 1.
+
+    The sum is float64 so that its order, which changes with the batch, does not show in the result.
+    """
+    return weights.sum(dim=-1, dtype=torch.float64).reciprocal().to(torch.float32)
+
+
+def _draw(logits: Tensor, sampling: SamplingColumns, rows: slice, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Filter and draw for these rows: ids int64 [r, B], probabilities float32 [r, B]. Largest logit 0 everywhere.
+
+    Rows of temperature 0 get a result that the caller drops.
+    """
+    temperature, top_p, min_p = (
+        column[rows, None, None] for column in (sampling.temperature, sampling.top_p, sampling.min_p)
+    )
+    vocab_size = logits.shape[-1]
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0)
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+
+    top_k = sampling.top_k[rows, None, None]
+    top_k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
+    kept = ordered >= ordered.gather(-1, (top_k - 1).expand(*ordered.shape[:-1], 1))
+
+    ordered_weights = ordered.exp().mul_(kept)
+    sums = ordered_weights.cumsum(dim=-1, dtype=torch.float64)
+    sum_before = sums - ordered_weights
+    kept &= (sum_before <= top_p * sums[..., -1:]) | (top_p >= 1)
+    kept &= ordered_weights >= min_p  # the largest weight is 1
+
+    weights = scaled.exp_().mul_(torch.zeros_like(kept).scatter_(-1, order, kept))
+    # A token of weight 0 is never the first above the target, however the sums are rounded; and the target is below
+    # the largest sum, as uniform <= 1 - 2**-53.
+    sums = weights.cumsum(dim=-1, dtype=torch.float64).masked_fill_(weights == 0, -1.0)
+    total = sums.amax(dim=-1, keepdim=True)
+    tokens = (sums > uniforms[..., None] * total).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    probability = (weights.gather(-1, tokens) / total).to(torch.float32)
+    return tokens.squeeze(-1), probability.squeeze(-1)
+
+
+def draw_uniforms(sampling: SamplingColumns, block_index: Tensor, step_index: Tensor, block_size: int) -> Tensor:
+    """float64 [R, block_size], uniform on multiples of 2**-53 in [0, 1): one number for each position of each row.
+
+    hash = mix(seed + G); then for sample, block, step, position in turn hash = mix((hash ^ field) + G), modulo 2**64,
+    with the constants and the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators, 2014). The number is the upper 53 bits of the hash.
+    """
+    position = torch.arange(block_size, device=sampling.seed.device)[None, :]
+    hashed = _mix(sampling.seed[:, None] + _GOLDEN)
+    for field in (sampling.sample_index[:, None], block_index[:, None], step_index[:, None], position):
+        hashed = _mix((hashed ^ field) + _GOLDEN)
+    return _shift_right(hashed, 11).to(torch.float64) * 2.0**-53
+
+
+def _signed(bits: int) -> int:
+    """The int64 with these 64 bits; torch has no arithmetic for uint64, and int64 wraps to the same bits."""
+    return bits - (1 << 64 if bits >> 63 else 0)
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+    return bits ^ _shift_right(bits, 31)
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Shift in zeros; `>>` alone shifts in the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -1,0 +1,33 @@
+"""What a model needs from attention, and what a forward tells it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from worker_svc.kv.store import KVStore
+    from worker_svc.model_runner import ForwardInput
+
+
+class AttentionBackend(ABC):
+    """Block-causal attention of the units of one forward over their slots' pages.
+
+    Unit (slot, block i) sees the positions [0, (i + 1) * block_size) of its slot and nothing else.
+    `plan` once per forward, then `run` once per layer.
+    """
+
+    @abstractmethod
+    def plan(self, inputs: ForwardInput, kv: KVStore) -> None:
+        """Work out, for all layers at once, where keys and values go and what each unit reads."""
+
+    @abstractmethod
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write `k` and `v` of all units into the pool, then attend.
+
+        q: [U, B, num_heads, head_dim]; k, v: [U, B, num_kv_heads, head_dim], positions already rotated in.
+        Query heads h * num_heads / num_kv_heads onwards share kv head h; scores are scaled by head_dim ** -0.5.
+        Returns [U, B, num_heads, head_dim] in q's dtype.
+        """

@@ -1,0 +1,108 @@
+"""One forward of the model over the units of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from worker_svc.attention.base import AttentionBackend
+from worker_svc.kv.store import KVStore
+from worker_svc.models.base import BlockModel
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive blocks of one slot, known on the host: units [first_unit, first_unit + num_units) of the forward.
+
+    One unit is a row that denoises; several are a chunk of a prompt, or two blocks fused into one input.
+    """
+
+    first_unit: int
+    num_units: int
+    first_block: int
+
+
+@dataclass
+class ForwardInput:
+    """What one forward computes. A unit is one block of one slot; the segments cover all U units, each once.
+
+    `ids` int64 [U, B]; `slots`, `block_index` int64 [U]; `logits_units` int64 [R], the units whose logits are wanted
+    (may be empty); all on the model's device. Every unit's page is in the page table.
+    """
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    block_index: torch.Tensor
+    segments: tuple[Segment, ...]
+    logits_units: torch.Tensor
+
+
+class ModelRunner(Protocol):
+    """What the executor needs of a model: its sizes, and a forward."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
+        """Write the units' keys and values into `kv`; return the logits of `logits_units`, float32 [R, B, V]."""
+
+
+class TorchModelRunner:
+    """A model in PyTorch.
+
+    `batch_invariant`: one unit at a time through all layers, the units of a segment in order. Every product then has
+    the shape of one block, whatever else is in the batch, and its operands are freshly allocated and so aligned alike;
+    the logits depend bit for bit on the request's own tokens. On the CPU this needs one thread: several threads cut a
+    sum where their number says.
+    """
+
+    def __init__(self, model: BlockModel, attention: AttentionBackend, batch_invariant: bool = False) -> None:
+        """Raises ValueError for batch-invariant mode on a CPU with more than one torch thread."""
+        if batch_invariant and model.device.type == "cpu" and torch.get_num_threads() > 1:
+            raise ValueError("batch-invariant mode on the CPU needs one thread: torch.set_num_threads(1)")
+        self.num_layers = model.num_layers
+        self.num_kv_heads = model.num_kv_heads
+        self.head_dim = model.head_dim
+        self.vocab_size = model.vocab_size
+        self.dtype = model.dtype
+        self.device = model.device
+        self._model = model
+        self._attention = attention
+        self._batch_invariant = batch_invariant
+
+    @torch.inference_mode()
+    def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
+        """See `ModelRunner.forward`. What it returns may be changed in place only under `torch.inference_mode`."""
+        if not self._batch_invariant:
+            return self._forward(inputs, kv)
+        wanted = inputs.logits_units.tolist()
+        logits: dict[int, torch.Tensor] = {}
+        for segment in inputs.segments:
+            for offset in range(segment.num_units):
+                unit = segment.first_unit + offset
+                logits[unit] = self._forward(_one_unit(inputs, unit, segment.first_block + offset, unit in wanted), kv)
+        if not wanted:
+            return torch.empty((0, inputs.ids.shape[1], self.vocab_size), device=self.device)
+        return torch.cat([logits[unit] for unit in wanted])
+
+    def _forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
+        self._attention.plan(inputs, kv)
+        block_size = inputs.ids.shape[1]
+        offsets = torch.arange(block_size, device=self.device)
+        positions = inputs.block_index[:, None] * block_size + offsets
+        hidden = self._model(inputs.ids, positions, self._attention)
+        return self._model.logits(hidden.index_select(0, inputs.logits_units))
+
+
+def _one_unit(inputs: ForwardInput, unit: int, block: int, wants_logits: bool) -> ForwardInput:
+    """The forward of this unit alone."""
+    this = slice(unit, unit + 1)
+    logits_units = torch.zeros(int(wants_logits), dtype=torch.int64, device=inputs.ids.device)
+    segments = (Segment(first_unit=0, num_units=1, first_block=block),)
+    return ForwardInput(inputs.ids[this], inputs.slots[this], inputs.block_index[this], segments, logits_units)

@@ -1,0 +1,175 @@
+"""Weights of a published checkpoint, from safetensors files into a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.model_folder import ModelFolder
+from worker_svc.models.base import BlockModel, CheckpointError
+from worker_svc.models.configuration_llada2_moe import read_config
+from worker_svc.models.llada2_moe import LLaDA2Moe
+
+__all__ = ["MODELS", "CheckpointError", "load_model"]
+
+# By `architectures[0]` of config.json: from its keys to a model with weights still to be loaded.
+MODELS: dict[str, Callable[[dict[str, Any], torch.dtype], BlockModel]] = {
+    "LLaDA2MoeModelLM": lambda raw, dtype: LLaDA2Moe(read_config(raw), dtype),
+}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED_DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor as its file's header describes it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def load_model(
+    folder: ModelFolder,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> BlockModel:
+    """The model of `folder` on `device`, ready to run. `dtype`: float32, bfloat16, or None for the folder's own.
+
+    Names and shapes are compared before memory is taken; then each tensor is read, converted to `dtype` and copied to
+    its place, so that never more than one tensor is there twice. `on_progress(bytes_read, bytes_total)` is called about
+    ten times. Raises CheckpointError, one line, for whatever cannot be served.
+    """
+    build = MODELS.get(folder.architecture)
+    if build is None:
+        raise CheckpointError(f"architecture {folder.architecture!r} is not served; known: {', '.join(MODELS)}")
+    if dtype is None:
+        dtype = _stored_dtype(folder.config)
+    with torch.device("meta"):  # shapes without memory
+        shapes = build(folder.config, dtype)
+    stored = _read_headers(_weight_files(folder.path))
+    merged_experts = any(name.endswith(".mlp.experts.gate_proj") for name in stored)
+    _compare(stored, shapes.checkpoint_tensors(merged_experts))
+
+    with torch.device(device):
+        model = build(folder.config, dtype)
+    places = model.checkpoint_tensors(merged_experts)
+    total_bytes = sum(tensor.num_bytes for tensor in stored.values())
+    done_bytes, reported_tenths = 0, 0
+    for file in dict.fromkeys(tensor.file for tensor in stored.values()):
+        with _open(file) as reader:
+            for name, tensor in stored.items():
+                if tensor.file == file:
+                    places[name].copy_(reader.get_tensor(tensor.name))
+                    done_bytes += tensor.num_bytes
+                    if on_progress is not None and done_bytes * 10 // total_bytes > reported_tenths:
+                        reported_tenths = done_bytes * 10 // total_bytes
+                        on_progress(done_bytes, total_bytes)
+    return model.eval()
+
+
+def _stored_dtype(config: dict[str, Any]) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise CheckpointError(f"config.json: dtype {name!r} is not served; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _weight_files(path: Path) -> dict[Path, set[str] | None]:
+    """The files with weights; for each the tensors that the index expects in it (None = there is no index)."""
+    index = path / INDEX_NAME
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            others = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern)]
+            found = f"; {min(others)} is there, but only safetensors is read" if others else ""
+            raise CheckpointError(f"{path}: there is no *.safetensors file{found}")
+        if len(files) > 1:
+            raise CheckpointError(f"{path}: {len(files)} safetensors files but no {INDEX_NAME}")
+        return {files[0]: None}
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        items = list(weight_map.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: no valid index of shards: {_one_line(error)}") from error
+    names_by_file: dict[Path, set[str] | None] = {}
+    for name, file_name in items:
+        # Shards lie beside the index; a path would read files from elsewhere.
+        if not isinstance(file_name, str) or Path(file_name).name != file_name or not (path / file_name).is_file():
+            raise CheckpointError(f"{index}: {name} is in {file_name!r}, and there is no such file in the folder")
+        names = names_by_file.setdefault(path / file_name, set())
+        assert names is not None
+        names.add(name)
+    return names_by_file
+
+
+def _read_headers(files: dict[Path, set[str] | None]) -> dict[str, _Stored]:
+    """All tensors by the name the model knows them by."""
+    stored: dict[str, _Stored] = {}
+    for file, names_in_index in files.items():
+        with _open(file) as reader:
+            names_in_file = list(reader.keys())
+            if names_in_index is not None and names_in_index != set(names_in_file):
+                differing = names_in_index ^ set(names_in_file)
+                raise CheckpointError(f"{file}: its tensors are not those of {INDEX_NAME}: {_list(differing)}")
+            for name in names_in_file:
+                view = reader.get_slice(name)
+                shape, stored_dtype = tuple(view.get_shape()), view.get_dtype()
+                if stored_dtype not in STORED_DTYPE_BYTES:
+                    raise CheckpointError(f"{file}: {name} is stored as {stored_dtype}; read are F32, BF16 and F16")
+                known_as = _without_prefix(name)
+                if known_as in stored:
+                    raise CheckpointError(f"{file}: {name} is there twice")
+                num_bytes = STORED_DTYPE_BYTES[stored_dtype] * torch.Size(shape).numel()
+                stored[known_as] = _Stored(file, name, shape, num_bytes)
+    return stored
+
+
+def _open(file: Path) -> Any:  # safe_open has no types
+    """Raises CheckpointError for a file that is cut off, or no safetensors file."""
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: cannot be read, fetch it again: {_one_line(error)}") from error
+
+
+def _compare(stored: dict[str, _Stored], expected: dict[str, torch.Tensor]) -> None:
+    missing = expected.keys() - stored.keys()
+    if missing:
+        raise CheckpointError(f"tensors missing in the checkpoint: {_list(missing)}")
+    surplus = stored.keys() - expected.keys()
+    if surplus:
+        raise CheckpointError(f"tensors in the checkpoint that the model has no use for: {_list(surplus)}")
+    for name, tensor in stored.items():
+        if tensor.shape != tuple(expected[name].shape):
+            raise CheckpointError(
+                f"{tensor.file}: {name} has shape {list(tensor.shape)}, and config.json asks for "
+                f"{list(expected[name].shape)}"
+            )
+
+
+def _without_prefix(name: str) -> str:
+    """Exports from multi-modal classes call the model `model.language_model`."""
+    rest = name.removeprefix("model.language_model.")
+    return name if rest == name else f"model.{rest.removeprefix('model.')}"
+
+
+def _list(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first} and {len(others)} more" if others else first
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,109 @@
+"""The gRPC face of the worker: decode, hand to the device thread, answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from common import __version__
+from common.errors import ServiceError, abort_with
+from common.model_folder import ModelFolder
+from fdfo.worker.v1 import worker_pb2 as pb
+from fdfo.worker.v1 import worker_pb2_grpc
+from worker_svc.algorithms import ALGORITHMS
+from worker_svc.denoise import DenoiseLoop, page_usage_message
+from worker_svc.executor import Executor
+from worker_svc.settings import WorkerSettings
+from worker_svc.wire import check_scheduler_id, decode_names, decode_round
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """WorkerService over one Executor; see worker.proto for the meaning of each call."""
+
+    def __init__(self, executor: Executor, loop: DenoiseLoop, folder: ModelFolder, settings: WorkerSettings) -> None:
+        self._executor = executor
+        self._epoch = loop.epoch
+        self._info = pb.GetWorkerInfoResponse(
+            worker_epoch=loop.epoch,
+            fingerprint=folder.fingerprint,
+            version=__version__,
+            model_architecture=folder.architecture,
+            block_size=folder.block_size,
+            page_size=loop.config.page_size,
+            vocab_size=folder.vocab_size,
+            mask_token_id=folder.mask_token_id,
+            context_length=folder.context_length,
+            max_running_requests=settings.max_running_requests,
+            chunked_prefill_size=loop.config.chunked_prefill_size,
+            dtype=str(loop.runner.dtype).removeprefix("torch."),
+            device=str(loop.runner.device),
+            attention_backend=settings.attention_backend,
+            batch_invariant=settings.batch_invariant,
+            algorithms=[
+                pb.AlgorithmInfo(
+                    name=algorithm.name,
+                    edits=algorithm.edits,
+                    params=[
+                        pb.AlgorithmParam(
+                            name=param.name,
+                            default_value=param.default,
+                            min_value=param.min_value,
+                            max_value=param.max_value,
+                            is_integer=param.is_integer,
+                        )
+                        for param in algorithm.params
+                    ],
+                )
+                for algorithm in ALGORITHMS.values()
+            ],
+        )
+
+    async def RunRound(self, request: pb.RunRoundRequest, context: Context) -> pb.RunRoundResponse:
+        try:
+            return await self._executor.run_round(decode_round(request))
+        except ServiceError as error:
+            await abort_with(context, error)
+
+    async def ReleaseRequests(self, request: pb.ReleaseRequestsRequest, context: Context) -> pb.ReleaseRequestsResponse:
+        try:
+            check_scheduler_id(request.scheduler_id)
+            names = decode_names(request.rows, "rows")
+
+            def release(loop: DenoiseLoop) -> None:
+                loop.release(loop.touch(request.scheduler_id, request.generation), names)
+
+            await self._executor.call(release)
+        except ServiceError as error:
+            await abort_with(context, error)
+        return pb.ReleaseRequestsResponse(pages=page_usage_message(self._executor.state.pages))
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        try:
+            check_scheduler_id(request.scheduler_id)
+            await self._executor.call(lambda loop: loop.touch(request.scheduler_id, request.generation))
+        except ServiceError as error:
+            await abort_with(context, error)
+        state = self._executor.state
+        return pb.HeartbeatResponse(
+            worker_epoch=self._epoch,
+            draining=state.draining,
+            pages=page_usage_message(state.pages),
+            allowance=state.allowances.get(request.scheduler_id),
+        )
+
+    async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Context) -> pb.GetWorkerInfoResponse:
+        if request.scheduler_id:
+            self._executor.post(lambda loop: loop.renew(request.scheduler_id))
+        state = self._executor.state
+        info = pb.GetWorkerInfoResponse()
+        info.CopyFrom(self._info)
+        info.pages.CopyFrom(page_usage_message(state.pages))
+        info.counters.CopyFrom(state.counters)
+        info.draining = state.draining
+        info.slots_used = state.slots_used
+        return info

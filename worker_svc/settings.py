@@ -1,0 +1,62 @@
+"""Flags of the worker service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.settings import setting
+
+
+def _check_device(text: str) -> None:
+    name, colon, index = text.partition(":")
+    if name not in ("cpu", "cuda") or (colon and (name == "cpu" or not index.isdecimal())):
+        raise ValueError("allowed are cpu, cuda and cuda:N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What a worker is started with. Names end in their unit."""
+
+    model_path: Path = setting(help="folder of the model in the published format", metavar="DIR")
+    host: str = setting("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS")
+    port: int = setting(50052, help="port to listen on; 0 takes a free one", metavar="PORT", minimum=0, maximum=65535)
+    context_length: int | None = setting(
+        None, help="tokens of prompt and output together; default: what the model says", metavar="TOKENS", minimum=1
+    )
+    max_running_requests: int = setting(
+        64, help="requests in the batch at one time (slots)", metavar="N", minimum=1, maximum=65536
+    )
+    page_size: int | None = setting(
+        None, help="tokens of a KV page, a multiple of the block size; default: one block", metavar="TOKENS", minimum=1
+    )
+    max_total_tokens: int | None = setting(
+        None,
+        help="tokens the KV pool holds; default: what all slots need, at most 65536 (at least one full context)",
+        metavar="TOKENS",
+        minimum=1,
+    )
+    chunked_prefill_size: int = setting(
+        2048, help="prompt tokens computed in one forward, all requests together", metavar="TOKENS", minimum=1
+    )
+    dtype: str = setting(
+        "auto", help="type of weights and KV; auto: what the checkpoint says", choices=("auto", "float32", "bfloat16")
+    )
+    device: str = setting("cpu", help="cpu, cuda or cuda:N", metavar="DEVICE", check=_check_device)
+    attention_backend: str = setting("torch", help="kernels that attend over the KV pool", choices=("torch",))
+    batch_invariant: bool = setting(
+        False, help="logits do not depend on the other requests, bit for bit; slow, for tests"
+    )
+    num_threads: int = setting(
+        1,
+        help="CPU threads of the model; threads that spin beside another process are far slower than one",
+        metavar="N",
+        minimum=1,
+        maximum=1024,
+    )
+    lease_s: float = setting(
+        30.0, help="seconds without a word after which a scheduler's slots are freed", metavar="SECONDS", minimum=0.1
+    )
+    log_format: str = setting("console", help="form of the log on stderr", choices=("console", "json"))
+    log_level: str = setting("info", help="least important event to log", choices=("debug", "info", "warning", "error"))
+    exit_with_parent: bool = setting(False, help="stop as on SIGTERM when standard input closes")
