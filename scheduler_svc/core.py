@@ -1,0 +1,200 @@
+"""The scheduler: live requests, their queue, and one round loop per worker. No gRPC server in here."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import secrets
+from collections.abc import Mapping
+
+from common.errors import AlreadyLive, Unavailable
+from common.model_folder import ModelFolder
+from fdfo.scheduler.v1 import scheduler_pb2 as api
+from fdfo.worker.v1 import worker_pb2 as pb
+from scheduler_svc.commit import OutputCommitter
+from scheduler_svc.queue import RequestQueue
+from scheduler_svc.request import Request
+from scheduler_svc.round_loop import RoundLoop
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.text import TextCodec
+from scheduler_svc.validation import AlgorithmInfo, ParamInfo, Rules, parse_generate
+from scheduler_svc.workers import WorkerLink
+
+CLOSE_POLL_S = 0.05
+
+
+class Scheduler:
+    """Takes requests, gives back their events. Everything runs on one event loop."""
+
+    def __init__(
+        self, folder: ModelFolder, settings: SchedulerSettings, algorithm: str, algorithm_params: Mapping[str, float]
+    ) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.scheduler_id = secrets.token_hex(8)
+        self.counters = api.SchedulerCounters()
+        self.live: dict[str, Request] = {}
+        self.is_closing = False
+        self.queue = RequestQueue(settings.max_queued_requests)
+        self._codec = TextCodec(folder.path)
+        self._algorithm = algorithm
+        self._algorithm_params = algorithm_params
+        self._rules: Rules | None = None
+        self._rules_known = asyncio.Event()
+        attempts = itertools.count(1)
+        self.loops = [
+            RoundLoop(
+                link=WorkerLink(target.strip(), self.scheduler_id),
+                queue=self.queue,
+                settings=settings,
+                fingerprint=folder.fingerprint,
+                counters=self.counters,
+                on_info=self._check_worker,
+                attempts=attempts,
+            )
+            for target in settings.workers.split(",")
+        ]
+
+    async def run(self) -> None:
+        """Drive all workers; returns only by an exception, which is a bug."""
+        async with asyncio.TaskGroup() as group:
+            for loop in self.loops:
+                group.create_task(loop.run())
+
+    @property
+    def has_worker(self) -> bool:
+        return any(loop.is_ready for loop in self.loops)
+
+    async def submit(self, message: api.GenerateRequest) -> Request:
+        """Check a request and queue it; its first event is Started. Raises a ServiceError. Until a first worker
+        has told what it can do, this waits."""
+        await self._rules_known.wait()
+        if self.is_closing:
+            raise Unavailable("the scheduler is shutting down; send the request again")
+        assert self._rules is not None
+        spec = parse_generate(message, self._rules)
+        if not spec.request_id:
+            spec = dataclasses.replace(spec, request_id=f"fdfo-{secrets.token_hex(8)}")
+        if spec.request_id in self.live:
+            raise AlreadyLive(spec.request_id)
+        stop_ids = () if spec.ignore_eos else self.folder.stop_token_ids
+        request = Request(
+            spec=spec,
+            seed=secrets.randbits(63) if spec.sampling.seed is None else spec.sampling.seed,
+            block_size=self.folder.block_size,
+            mask_token_id=self.folder.mask_token_id,
+            committer=OutputCommitter(
+                self._codec,
+                model_stop_ids=self.folder.stop_token_ids,
+                request_stop_ids=spec.request_stop_ids,
+                stop_strings=spec.stop_strings,
+                ignore_eos=spec.ignore_eos,
+                max_new_tokens=spec.max_new_tokens,
+            ),
+            worker_stop_ids=sorted({*stop_ids, *spec.request_stop_ids}),
+        )
+        queue_position = self.queue.push(request)
+        self.live[spec.request_id] = request
+        started = api.Started(
+            request_id=spec.request_id,
+            seed=request.seed,
+            queue_position=queue_position,
+            prompt_tokens=len(spec.prompt_ids),
+        )
+        request.events.put_nowait(api.GenerateResponse(started=started))
+        for loop in self.loops:
+            loop.wake()
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with reason ABORT, in whatever phase; False if it is not live."""
+        request = self.live.get(request_id)
+        if request is None or request.is_finished:
+            return False
+        request.finish(api.Finished(reason=api.FINISH_REASON_ABORT))
+        self.counters.requests_aborted += 1
+        self._drop(request)
+        return True
+
+    def leave(self, request: Request) -> None:
+        """The request's reader is gone or has read the last event."""
+        self.abort(request.spec.request_id)
+        self.counters.published_tokens += request.published_tokens
+        self.counters.requests_finished += 1
+        del self.live[request.spec.request_id]
+
+    async def close(self, grace_s: float) -> None:
+        """Take no new request; let the live ones finish within the grace time, then end the rest with an error."""
+        self.is_closing = True
+        self._rules_known.set()
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while self.live and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(CLOSE_POLL_S)
+        for request in self.live.values():
+            request.fail(Unavailable("the scheduler is shutting down; send the request again"))
+            self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        self.queue.remove(request)
+        for loop in self.loops:
+            loop.release(request)
+
+    def _check_worker(self, info: pb.GetWorkerInfoResponse) -> None:
+        """Learn what a worker can do; raises ValueError for one that does not serve our model."""
+        if info.fingerprint != self.folder.fingerprint:
+            raise ValueError(
+                f"another model: its fingerprint is {info.fingerprint[:12]}, ours {self.folder.fingerprint[:12]}; "
+                f"start both services with the same --model-path"
+            )
+        algorithms = {
+            algorithm.name: AlgorithmInfo(
+                name=algorithm.name,
+                params=tuple(
+                    ParamInfo(param.name, param.default_value, param.min_value, param.max_value, param.is_integer)
+                    for param in algorithm.params
+                ),
+            )
+            for algorithm in info.algorithms
+        }
+        self._rules = Rules(
+            codec=self._codec,
+            folder=self.folder,
+            default_algorithm=self._algorithm,
+            default_params=self._algorithm_params,
+            algorithms=algorithms,
+            max_tokens_in_pool=info.pages.total * info.page_size,
+        )
+        self._rules_known.set()
+
+    def info(self) -> api.GetServerInfoResponse:
+        return api.GetServerInfoResponse(
+            scheduler_id=self.scheduler_id,
+            served_model_name=self.settings.served_model_name or self.folder.path.resolve().name,
+            fingerprint=self.folder.fingerprint,
+            block_size=self.folder.block_size,
+            context_length=self.folder.context_length,
+            algorithm=self._algorithm,
+            fdfo=self.settings.dllm_fdfo,
+            queued=len(self.queue),
+            running=sum(len(loop.running) for loop in self.loops),
+            max_queued_requests=self.settings.max_queued_requests,
+            workers=[_worker_state(loop) for loop in self.loops],
+            counters=self.counters,
+            rounds_in_flight=self.settings.rounds_in_flight,
+        )
+
+
+def _worker_state(loop: RoundLoop) -> api.WorkerState:
+    return api.WorkerState(
+        target=loop.link.target,
+        worker_epoch=loop.epoch,
+        ready=loop.is_ready,
+        rows=len(loop.running),
+        max_rows=loop.info.max_running_requests if loop.info is not None else 0,
+        pages_free=loop.pages.free,
+        pages_cached=loop.pages.cached,
+        pages_held=loop.pages.held,
+        pages_total=loop.pages.total,
+        last_error=loop.link.last_error,
+    )

@@ -1,0 +1,150 @@
+"""A request and its life: all that is needed to go on with it on any worker, in mid-block.
+
+queued  --start-->  running (on one worker)  --last block or abort-->  finished
+   ^-------- worker lost, no KV space ---------|
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from common.errors import ServiceError
+from common.packing import pack_bits, pack_ids, packed_bits_size
+from fdfo.scheduler.v1 import scheduler_pb2 as api
+from fdfo.worker.v1 import worker_pb2 as pb
+from scheduler_svc.commit import Finish, OutputCommitter
+from scheduler_svc.validation import GenerateSpec
+
+Event = api.GenerateResponse | ServiceError
+
+
+@dataclass(eq=False)
+class Request:
+    """One live request. `attempt` rises with its every start on a worker; a reply of another attempt is dropped."""
+
+    spec: GenerateSpec
+    seed: int
+    block_size: int
+    mask_token_id: int
+    committer: OutputCommitter
+    worker_stop_ids: list[int]
+    attempt: int = 0
+    committed_ids: list[int] = field(default_factory=list)  # all generated tokens of done blocks
+    block_index: int = field(init=False)
+    dllm_incomplete_ids: bytes = field(init=False)  # packed ids of the block that is not done
+    dllm_incomplete_mask: bytes = field(init=False)  # packed bits
+    dllm_step_count: int = 0
+    dllm_algo_state: bytes = b""
+    forwards: int = 0
+    rounds: int = 0
+    published_tokens: int = 0
+    num_told_ids: int = 0  # committed ids that a message carried
+    cached_tokens: int = 0
+    is_finished: bool = False
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.block_index = len(self.spec.prompt_ids) // self.block_size
+        prompt_tail = self.spec.prompt_ids[self.block_index * self.block_size :]
+        self._set_fresh_block(prompt_tail)
+
+    def _set_fresh_block(self, known_ids: list[int]) -> None:
+        num_masked = self.block_size - len(known_ids)
+        self.dllm_incomplete_ids = pack_ids(known_ids + [self.mask_token_id] * num_masked)
+        self.dllm_incomplete_mask = pack_bits([False] * len(known_ids) + [True] * num_masked)
+        self.dllm_step_count = 0
+        self.dllm_algo_state = b""
+
+    @property
+    def num_positions(self) -> int:
+        """Positions whose KV the request holds while it runs: prefix and block."""
+        return (self.block_index + 1) * self.block_size
+
+    def start_row(self, attempt: int) -> pb.StartRow:
+        """Begin, or go on elsewhere, from the committed tokens and the incomplete block. `attempt` must rise."""
+        self.attempt = attempt
+        prefix = (self.spec.prompt_ids + self.committed_ids)[: self.block_index * self.block_size]
+        sampling = self.spec.sampling
+        return pb.StartRow(
+            request_id=self.spec.request_id,
+            attempt=self.attempt,
+            prompt_length=len(self.spec.prompt_ids),
+            prefix_ids=pack_ids(prefix),
+            block_index=self.block_index,
+            block_ids=self.dllm_incomplete_ids,
+            block_mask=self.dllm_incomplete_mask,
+            step_count=self.dllm_step_count,
+            algorithm=self.spec.algorithm,
+            algorithm_params=self.spec.algorithm_params,
+            algo_state=self.dllm_algo_state,
+            sampling=pb.SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                seed=self.seed,
+            ),
+            stop_token_ids=self.worker_stop_ids,
+            tokens_left=self.spec.max_new_tokens - len(self.committed_ids),
+        )
+
+    def keep_snapshot(self, block_index: int, ids: bytes, mask: bytes, step_count: int, algo_state: bytes) -> None:
+        """The incomplete block as a reply shows it; one of another block is dropped."""
+        if block_index == self.block_index:
+            assert len(ids) == 4 * self.block_size and len(mask) == packed_bits_size(self.block_size)
+            self.dllm_incomplete_ids, self.dllm_incomplete_mask = ids, mask
+            self.dllm_step_count, self.dllm_algo_state = step_count, algo_state
+
+    def commit_block(self, block_index: int, ids: list[int]) -> bool:
+        """A done block: publish what it brings and begin the next. False: an older block, dropped."""
+        if block_index != self.block_index:
+            return False
+        num_prompt = max(0, len(self.spec.prompt_ids) - block_index * self.block_size)
+        new_ids = ids[num_prompt:]
+        self.committed_ids += new_ids
+        self.block_index += 1
+        self._set_fresh_block([])
+        published = self.committer.push(new_ids)
+        self.published_tokens += len(published.token_ids)
+        if published.text or published.token_ids:
+            committed = api.Committed(
+                text=published.text,
+                token_ids=published.token_ids,
+                forwards=self.forwards,
+                committed_ids=self.committed_ids[self.num_told_ids :],
+            )
+            self.num_told_ids = len(self.committed_ids)
+            self.events.put_nowait(api.GenerateResponse(committed=committed))
+        if self.committer.finish is not None:
+            self.finish(_finished(self.committer.finish))
+        return True
+
+    def finish(self, finished: api.Finished) -> None:
+        """The one terminal event; a second one is ignored."""
+        if not self.is_finished:
+            self.is_finished = True
+            finished.usage.CopyFrom(
+                api.Usage(
+                    prompt_tokens=len(self.spec.prompt_ids),
+                    completion_tokens=self.published_tokens,
+                    cached_tokens=self.cached_tokens,
+                    forwards=self.forwards,
+                    rounds=self.rounds,
+                )
+            )
+            self.events.put_nowait(api.GenerateResponse(finished=finished))
+
+    def fail(self, error: ServiceError) -> None:
+        """End with an error instead of Finished."""
+        if not self.is_finished:
+            self.is_finished = True
+            self.events.put_nowait(error)
+
+
+def _finished(finish: Finish) -> api.Finished:
+    if finish.reason == "length":
+        return api.Finished(reason=api.FINISH_REASON_LENGTH)
+    return api.Finished(
+        reason=api.FINISH_REASON_STOP, stop_token_id=finish.stop_token_id, stop_string=finish.stop_string
+    )

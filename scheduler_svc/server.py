@@ -1,0 +1,54 @@
+"""The gRPC face of the scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import structlog
+
+from common import __version__
+from common.errors import ServiceError, abort_with
+from fdfo.scheduler.v1 import scheduler_pb2 as api
+from fdfo.scheduler.v1 import scheduler_pb2_grpc
+from scheduler_svc.core import Scheduler
+
+SERVICE_NAME = api.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+log = structlog.get_logger()
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """SchedulerService over one Scheduler; see scheduler.proto for the meaning of each call."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    async def Generate(self, message: api.GenerateRequest, context: Context) -> None:
+        try:
+            request = await self._scheduler.submit(message)
+        except ServiceError as error:
+            await abort_with(context, error)
+        structlog.contextvars.bind_contextvars(request_id=request.spec.request_id)
+        log.info("request_queued", prompt_tokens=len(request.spec.prompt_ids), algorithm=request.spec.algorithm)
+        try:
+            while True:
+                event = await request.events.get()
+                if isinstance(event, ServiceError):
+                    await abort_with(context, event)
+                await context.write(event)
+                if event.WhichOneof("event") == "finished":
+                    return
+        finally:  # also when the client is gone
+            self._scheduler.leave(request)
+            log.info("request_left", forwards=request.forwards, published_tokens=request.published_tokens)
+
+    async def Abort(self, message: api.AbortRequest, context: Context) -> api.AbortResponse:
+        return api.AbortResponse(aborted=sum(self._scheduler.abort(name) for name in message.request_ids))
+
+    async def GetServerInfo(self, message: api.GetServerInfoRequest, context: Context) -> api.GetServerInfoResponse:
+        info = self._scheduler.info()
+        info.version = __version__
+        return info

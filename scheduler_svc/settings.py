@@ -1,0 +1,91 @@
+"""Flags of the scheduler service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.settings import setting
+
+
+def _check_workers(text: str) -> None:
+    for target in text.split(","):
+        host, _, port = target.strip().rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"{target!r} is not host:port; several are separated by commas")
+
+
+def _check_not_empty(text: str) -> None:
+    if not text:
+        raise ValueError("must not be empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """What a scheduler is started with. Names end in their unit; times are seconds or milliseconds."""
+
+    model_path: Path = setting(
+        help="folder of the model; the tokenizer and the configuration are read from it, the weights are not",
+        metavar="DIR",
+    )
+    host: str = setting("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS")
+    port: int = setting(50051, help="port to listen on; 0 takes a free one", metavar="PORT", minimum=0, maximum=65535)
+    workers: str = setting(
+        "127.0.0.1:50052", help="the workers, separated by commas", metavar="HOST:PORT,...", check=_check_workers
+    )
+    context_length: int | None = setting(
+        None, help="tokens of prompt and output together; default: what the model says", metavar="TOKENS", minimum=1
+    )
+    dllm_algorithm: str = setting(
+        "LowConfidence",
+        help="denoising algorithm of requests that name none",
+        metavar="NAME",
+        check=_check_not_empty,
+    )
+    dllm_algorithm_config: Path | None = setting(
+        None, help="YAML file with the algorithm's default parameters", metavar="FILE"
+    )
+    dllm_fdfo: bool = setting(
+        True, help="a block leaves the batch as soon as it is done; off: all blocks of a batch wait for the slowest"
+    )
+    rounds_in_flight: int = setting(
+        1, help="continuing rounds kept at each worker; 2 hides the round trip", metavar="N", minimum=1, maximum=16
+    )
+    max_queued_requests: int = setting(
+        1024, help="requests that wait for a row; one more is refused", metavar="N", minimum=1
+    )
+    served_model_name: str | None = setting(
+        None, help="name told to clients; default: the folder's", metavar="NAME", check=_check_not_empty
+    )
+    max_forwards: int = setting(
+        0, help="forwards after which a round replies in any case; 0 = no limit", metavar="N", minimum=0, maximum=2**31
+    )
+    max_round_ms: int = setting(
+        1000,
+        help="milliseconds after which a round replies in any case; not for --no-dllm-fdfo",
+        metavar="MS",
+        minimum=1,
+        maximum=3_600_000,
+    )
+    hang_timeout_s: float = setting(
+        10.0,
+        help="a worker that is this many seconds late with a round hangs",
+        metavar="SECONDS",
+        minimum=0.1,
+        flag="--hang-timeout",
+    )
+    sync_round_timeout_s: float = setting(
+        120.0,
+        help="the same for --no-dllm-fdfo, counted from the start of the round",
+        metavar="SECONDS",
+        minimum=0.1,
+        flag="--sync-round-timeout",
+    )
+    log_format: str = setting("console", help="form of the log on stderr", choices=("console", "json"))
+    log_level: str = setting("info", help="least important event to log", choices=("debug", "info", "warning", "error"))
+    exit_with_parent: bool = setting(False, help="stop as on SIGTERM when standard input closes")
+
+    @property
+    def worker_targets(self) -> tuple[str, ...]:
+        """The workers, one host:port each."""
+        return tuple(target.strip() for target in self.workers.split(","))

@@ -1,0 +1,308 @@
+"""What a client may ask for. Everything wrong is refused here, before any work, naming the field."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from common.errors import InvalidField
+from common.model_folder import ModelFolder
+from fdfo.scheduler.v1 import scheduler_pb2
+from scheduler_svc.text import TextCodec
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_TEMPERATURE = 2.0
+# Draws are keyed by a signed 64-bit number on the device.
+MAX_SEED = 2**63 - 1
+ROLES = ("system", "user", "assistant", "tool")
+
+# Field to (the value that asks for nothing, why it is refused). None: every value asks for something.
+UNSUPPORTED: Mapping[str, tuple[object, str]] = MappingProxyType(
+    {
+        "n": (1, "one sample per request is served; send several requests with different seeds"),
+        "priority": (0, "requests have no priorities yet"),
+        "logprobs": (False, "log probabilities are not served yet"),
+        "first_unmask_steps": (False, "unmask steps are not served yet"),
+        "provisional_every_forwards": (None, "snapshots of incomplete blocks are not served yet"),
+        "resume": (None, "resuming is not served yet"),
+        "json_schema": ("", "constrained output is not served: a block is filled in any order"),
+        "regex": ("", "constrained output is not served: a block is filled in any order"),
+        "grammar": ("", "constrained output is not served: a block is filled in any order"),
+        "logit_bias": (None, "logit bias is not served"),
+        "frequency_penalty": (0.0, "penalties are not served"),
+        "presence_penalty": (0.0, "penalties are not served"),
+        "repetition_penalty": (1.0, "penalties are not served"),
+        "min_new_tokens": (0, "a minimum length is not served"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One number that an algorithm takes; both limits are allowed values."""
+
+    name: str
+    default: float
+    min_value: float
+    max_value: float
+    is_integer: bool = False
+
+
+@dataclass(frozen=True)
+class AlgorithmInfo:
+    """An algorithm as the worker reports it."""
+
+    name: str
+    params: tuple[ParamInfo, ...]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What requests are checked against.
+
+    default_params: the server's defaults, for the default algorithm only; the others have their own.
+    max_tokens_in_pool: tokens of the largest KV pool among the workers; None while none is known.
+    """
+
+    codec: TextCodec
+    folder: ModelFolder
+    default_algorithm: str
+    default_params: Mapping[str, float]
+    algorithms: Mapping[str, AlgorithmInfo]
+    max_tokens_in_pool: int | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0: the most probable token. top_p 1, top_k 0, min_p 0: off. seed None: to be drawn."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class GenerateSpec:
+    """A request that can be run. `request_id` may be empty: to be drawn. `algorithm_params` has every parameter."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    max_new_tokens: int
+    stop_strings: tuple[str, ...]
+    request_stop_ids: tuple[int, ...]
+    ignore_eos: bool
+    algorithm: str
+    algorithm_params: dict[str, float]
+
+
+def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> GenerateSpec:
+    """Raises InvalidField with the field's path in the request. What costs most, encoding the prompt, comes last."""
+    _refuse_unknown_fields(request, "")
+    _refuse_unsupported(request)
+    _check_request_id(request.request_id)
+    sampling = _sampling(request.sampling, rules.folder.vocab_size)
+    stop_strings = _stop_strings(request.stop)
+    request_stop_ids = _request_stop_ids(request.stop_token_ids, rules.folder.vocab_size)
+    algorithm = request.algorithm or rules.default_algorithm
+    algorithm_params = _algorithm_params(algorithm, request.algorithm_params, rules)
+    if request.HasField("max_new_tokens") and request.max_new_tokens == 0:
+        raise InvalidField("max_new_tokens", "must be at least 1; leave it out to generate up to the context limit")
+    prompt_field, prompt_ids = _prompt(request, rules)
+    max_new_tokens = _max_new_tokens(request, prompt_field, len(prompt_ids), rules)
+    return GenerateSpec(
+        request_id=request.request_id,
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        stop_strings=stop_strings,
+        request_stop_ids=request_stop_ids,
+        ignore_eos=request.ignore_eos,
+        algorithm=algorithm,
+        algorithm_params=algorithm_params,
+    )
+
+
+def _refuse_unknown_fields(message: Message, path: str) -> None:
+    """A newer client's field would be ignored in silence otherwise."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown) > 0:
+        number = unknown[0].field_number
+        raise InvalidField(f"{path}{number}", f"field number {number} is unknown to this version")
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        if field.is_repeated:
+            for i, item in enumerate(value):
+                _refuse_unknown_fields(item, f"{path}{field.name}[{i}].")
+        else:
+            _refuse_unknown_fields(value, f"{path}{field.name}.")
+
+
+def _refuse_unsupported(request: scheduler_pb2.GenerateRequest) -> None:
+    for field, value in request.ListFields():
+        if field.name in UNSUPPORTED:
+            neutral, reason = UNSUPPORTED[field.name]
+            if neutral is None or value != neutral:
+                raise InvalidField(field.name, f"is not supported: {reason}")
+
+
+def _check_request_id(request_id: str) -> None:
+    if len(request_id) > MAX_REQUEST_ID_CHARS:
+        raise InvalidField(
+            "request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters; it has {len(request_id)}"
+        )
+    if any(unicodedata.category(char) == "Cc" for char in request_id):
+        raise InvalidField("request_id", "must not contain control characters")
+
+
+def _sampling(sampling: scheduler_pb2.SamplingParams, vocab_size: int) -> Sampling:
+    temperature = sampling.temperature  # 0 when absent
+    if not 0 <= temperature <= MAX_TEMPERATURE:  # false for nan, too
+        raise InvalidField("sampling.temperature", f"must be from 0 to {MAX_TEMPERATURE:g}, not {temperature:g}")
+    top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
+    if not 0 < top_p <= 1:
+        raise InvalidField("sampling.top_p", f"must be above 0 and at most 1 (1 = off), not {top_p:g}")
+    min_p = sampling.min_p
+    if not 0 <= min_p <= 1:
+        raise InvalidField("sampling.min_p", f"must be from 0 (off) to 1, not {min_p:g}")
+    seed = sampling.seed if sampling.HasField("seed") else None
+    if seed is not None and seed > MAX_SEED:
+        raise InvalidField("sampling.seed", f"must be from 0 to {MAX_SEED}, not {seed}")
+    # Keeping the best top_k of fewer tokens keeps all: off. People send 2**30 for that.
+    top_k = sampling.top_k if sampling.top_k < vocab_size else 0
+    return Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+
+
+def _stop_strings(stop: Iterable[str]) -> tuple[str, ...]:
+    strings = tuple(stop)
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidField("stop", f"must have at most {MAX_STOP_STRINGS} strings; it has {len(strings)}")
+    for i, string in enumerate(strings):
+        if not 1 <= len(string) <= MAX_STOP_STRING_CHARS:
+            raise InvalidField(f"stop[{i}]", f"must have 1 to {MAX_STOP_STRING_CHARS} characters; it has {len(string)}")
+    return strings
+
+
+def _request_stop_ids(stop_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    ids = tuple(stop_token_ids)
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidField("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids; it has {len(ids)}")
+    for i, token_id in enumerate(ids):
+        if token_id >= vocab_size:
+            raise InvalidField(f"stop_token_ids[{i}]", f"must be below {vocab_size}, not {token_id}")
+    return ids
+
+
+def _algorithm_params(algorithm: str, given: Mapping[str, float], rules: Rules) -> dict[str, float]:
+    if algorithm not in rules.algorithms:
+        raise InvalidField(
+            "algorithm", f"unknown algorithm {algorithm!r}; this server has {', '.join(sorted(rules.algorithms))}"
+        )
+    known = {param.name: param for param in rules.algorithms[algorithm].params}
+    params = {param.name: param.default for param in known.values()}
+    if algorithm == rules.default_algorithm:
+        params.update(rules.default_params)
+    for name, value in given.items():
+        if name not in known:
+            raise InvalidField(
+                "algorithm_params",
+                f"{algorithm} has no parameter {name!r}; it has {', '.join(sorted(known)) or 'none'}",
+            )
+        param = known[name]
+        if not param.min_value <= value <= param.max_value:
+            raise InvalidField(
+                "algorithm_params", f"{name} must be from {param.min_value:g} to {param.max_value:g}, not {value:g}"
+            )
+        if param.is_integer and not value.is_integer():
+            raise InvalidField("algorithm_params", f"{name} must be an integer, not {value:g}")
+        params[name] = value
+    return params
+
+
+def _prompt(request: scheduler_pb2.GenerateRequest, rules: Rules) -> tuple[str, list[int]]:
+    """The field that holds the prompt, and its ids: at least one, none of them reserved."""
+    field = request.WhichOneof("prompt")
+    if request.parse_special_tokens and field != "text":
+        raise InvalidField("parse_special_tokens", "belongs to a prompt in text")
+    max_chars = rules.folder.context_length * rules.codec.max_chars_per_token
+    match field:
+        case None:
+            raise InvalidField("prompt", "is missing: set text, prompt_ids or messages")
+        case "text":
+            if not request.text:
+                raise InvalidField("text", "must not be empty")
+            _refuse_too_long("text", len(request.text), max_chars, rules)
+            ids = rules.codec.encode_text(request.text, request.parse_special_tokens)
+            if not ids:
+                raise InvalidField("text", "encodes to no tokens")
+            if rules.folder.mask_token_id in ids:
+                raise InvalidField("text", "contains the mask token, which is reserved; turn off parse_special_tokens")
+        case "prompt_ids":
+            ids = list(request.prompt_ids.ids)
+            if not ids:
+                raise InvalidField("prompt_ids", "must not be empty")
+            for i, token_id in enumerate(ids):
+                if token_id >= rules.folder.num_tokens:
+                    raise InvalidField(
+                        f"prompt_ids.ids[{i}]", f"must be below {rules.folder.num_tokens}, not {token_id}"
+                    )
+                if token_id == rules.folder.mask_token_id:
+                    raise InvalidField(f"prompt_ids.ids[{i}]", f"{token_id} is the mask token, which is reserved")
+        case "messages":
+            messages = [(message.role, message.content) for message in request.messages.messages]
+            if not messages:
+                raise InvalidField("messages", "must not be empty")
+            for i, (role, _) in enumerate(messages):
+                if role not in ROLES:
+                    raise InvalidField(
+                        f"messages.messages[{i}].role", f"must be one of {', '.join(ROLES)}, not {role!r}"
+                    )
+            num_chars = len(messages) + sum(len(content) for _, content in messages)
+            _refuse_too_long("messages", num_chars, max_chars, rules)
+            ids = rules.codec.encode_chat(messages)
+            if not ids:
+                raise InvalidField("messages", "the model's chat template makes no tokens of them")
+            if rules.folder.mask_token_id in ids:
+                raise InvalidField("messages", "the model's chat template puts in the mask token, which is reserved")
+    return field, ids
+
+
+def _refuse_too_long(field: str, num_chars: int, max_chars: int, rules: Rules) -> None:
+    """Encoding would block other requests for long, only to refuse the prompt then."""
+    if num_chars > max_chars:
+        limit = rules.folder.context_length
+        raise InvalidField(field, f"has {num_chars} characters; no text that long fits the context limit of {limit}")
+
+
+def _max_new_tokens(request: scheduler_pb2.GenerateRequest, prompt_field: str, prompt_length: int, rules: Rules) -> int:
+    """Resolved, or refused: by the context limit, or because no KV pool will ever hold it."""
+    folder = rules.folder
+    room = folder.context_length - prompt_length
+    limit = f"the context limit of {folder.context_length} tokens"
+    if rules.max_tokens_in_pool is not None:
+        # A request takes whole blocks.
+        pool_room = rules.max_tokens_in_pool // folder.block_size * folder.block_size - prompt_length
+        if pool_room < room:
+            room = pool_room
+            limit = f"the worker's KV pool of {rules.max_tokens_in_pool} tokens (max_total_tokens)"
+    if room < 1:
+        raise InvalidField(prompt_field, f"has {prompt_length} tokens; {limit} leaves no room to generate")
+    if not request.HasField("max_new_tokens"):
+        return room
+    if request.max_new_tokens > room:
+        raise InvalidField(
+            "max_new_tokens",
+            f"must be at most {room} after a prompt of {prompt_length} tokens, not {request.max_new_tokens}: {limit}",
+        )
+    return request.max_new_tokens
