@@ -1,0 +1,243 @@
+"""The client. The blocking one is derived from it, see `_sync_client.py`."""
+
+# ruff: noqa: ASYNC109 (a timeout here is a deadline that the server is told, so that it stops work too)
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+import grpc.aio
+
+from fdfo.scheduler.v1 import scheduler_pb2 as pb
+from fdfo.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from fdfo_client._channel import CHANNEL_OPTIONS, parse_targets
+from fdfo_client._errors import (
+    DeadlineExceeded,
+    FdfoError,
+    RequestFailed,
+    ServerUnavailable,
+    UnexpectedServer,
+    error_from_rpc,
+)
+from fdfo_client._options import GenerateOptions, build_request
+from fdfo_client._types import (
+    Committed,
+    Completion,
+    Event,
+    Finished,
+    ServerInfo,
+    Started,
+    event_from_proto,
+    server_info_from_proto,
+)
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class _Endpoint:
+    target: str
+    channel: grpc.aio.Channel
+    stub: pb_grpc.SchedulerServiceStub
+
+
+class AsyncClient:
+    """Talks to one or several schedulers from asyncio code. Use it within one event loop.
+
+    target: "host:port", several of them as a list or with commas, or a gRPC name such as "dns:///schedulers:50051".
+        Of a list, requests go to each in turn, past those that do not answer. A name with several addresses is
+        balanced by gRPC itself; `abort` then reaches only one of them, so give a list where you need it.
+
+    Nothing is connected before the first call. All methods raise the errors of `FdfoError`.
+    """
+
+    def __init__(self, target: str | Sequence[str] = "127.0.0.1:50051") -> None:
+        self.targets = parse_targets(target)
+        self._turn = random.randrange(len(self.targets))  # so that many small clients do not all begin with the first
+        self._endpoints: list[_Endpoint] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
+        """The whole answer to `prompt` (plain text), `prompt_ids=` or `messages=`; exactly one of them.
+
+        See `GenerateOptions` for the rest. Cancelling aborts the request.
+        """
+        events = self.stream(prompt, **options)
+        text: list[str] = []
+        token_ids: list[int] = []
+        started: Started | None = None
+        finished: Finished | None = None
+        async with contextlib.aclosing(events):
+            async for event in events:
+                match event:
+                    case Started():
+                        started = event
+                    case Committed():
+                        text.append(event.text)
+                        token_ids.extend(event.token_ids)
+                    case Finished():
+                        finished = event
+        assert started is not None, "_events refuses such a stream"
+        assert finished is not None, "_events refuses such a stream"
+        return Completion(
+            text="".join(text),
+            token_ids=tuple(token_ids),
+            finish_reason=finished.reason,
+            usage=finished.usage,
+            request_id=started.request_id,
+            seed=started.seed,
+            stop_token_id=finished.stop_token_id,
+            stop_string=finished.stop_string,
+        )
+
+    def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event, None]:
+        """The same, event by event: one `Started`, a `Committed` per group of done blocks, one `Finished`.
+
+        Leaving the loop early aborts the request, at the latest when the generator is closed (`aclose`).
+        """
+        request, timeout = build_request(prompt, options)
+        return self._events(request, timeout)
+
+    async def abort(self, request_id: str, *, timeout: float | None = 10.0) -> bool:
+        """End a request, of this client or another; its stream finishes with reason "abort".
+
+        Returns whether it was live. All targets are asked, as a request may be at any.
+        """
+        answers = await asyncio.gather(
+            *(self._abort_at(endpoint, request_id, timeout) for endpoint in self._connected()), return_exceptions=True
+        )
+        if any(answer is True for answer in answers):
+            return True
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return False
+
+    async def server_info(self, *, timeout: float | None = 10.0) -> ServerInfo:
+        """What the server runs and how busy it is; of several targets, the first that answers."""
+        endpoints = self._connected()
+        for endpoint in endpoints:
+            try:
+                with self._typed_errors(endpoint.target):
+                    info = await endpoint.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout)
+                return server_info_from_proto(info)
+            except ServerUnavailable:
+                if endpoint is endpoints[-1]:
+                    raise
+        raise AssertionError("there is at least one target")
+
+    async def wait_ready(self, timeout: float = 60.0) -> ServerInfo:
+        """Wait until a scheduler answers and has a ready worker. Raises ServerUnavailable after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                info = await self.server_info(timeout=max(deadline - time.monotonic(), 0.001))
+                if any(worker.ready for worker in info.workers):
+                    return info
+                problem = f"{', '.join(self.targets)} answers, but has no ready worker"
+                problem += "".join(f"; {worker.target}: {worker.last_error}" for worker in info.workers)
+            except (ServerUnavailable, DeadlineExceeded) as error:
+                problem = str(error)
+            if time.monotonic() + _POLL_S > deadline:
+                raise ServerUnavailable(f"not ready after {timeout:g} s: {problem}")
+            await asyncio.sleep(_POLL_S)
+
+    async def close(self) -> None:
+        """End what is running and close the connections. May be called twice."""
+        self._closed = True
+        endpoints, self._endpoints = self._endpoints, []
+        for endpoint in endpoints:
+            await endpoint.channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _events(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncGenerator[Event, None]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        endpoints = self._in_turn()
+        for endpoint in endpoints:
+            remaining = None if deadline is None else max(deadline - time.monotonic(), 0.001)
+            call = endpoint.stub.Generate(request, timeout=remaining)
+            last: Event | None = None
+            try:
+                with self._typed_errors(endpoint.target):
+                    async for response in call:
+                        event = event_from_proto(response)
+                        if event is None:
+                            continue
+                        _check_order(last, event, endpoint.target)
+                        last = event
+                        yield event
+                if not isinstance(last, Finished):
+                    raise UnexpectedServer(f"{endpoint.target} ended the stream before Finished")
+                return
+            except ServerUnavailable:
+                # Before Started nothing was promised, so the next target may have it.
+                if last is not None or endpoint is endpoints[-1]:
+                    raise
+            finally:
+                call.cancel()  # nothing, once the call has ended
+
+    async def _abort_at(self, endpoint: _Endpoint, request_id: str, timeout: float | None) -> bool:
+        with self._typed_errors(endpoint.target):
+            answer = await endpoint.stub.Abort(pb.AbortRequest(request_ids=[request_id]), timeout=timeout)
+        return bool(answer.aborted)
+
+    def _connected(self) -> list[_Endpoint]:
+        """The endpoints. Made on first use: a channel belongs to the event loop that runs when it is made."""
+        if self._closed:
+            raise RuntimeError("this client is closed")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            for target in self.targets:
+                channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+                stub = pb_grpc.SchedulerServiceStub(channel)
+                self._endpoints.append(_Endpoint(target, channel, stub))
+        if self._loop is not loop:
+            raise RuntimeError("an AsyncClient belongs to the event loop it was first used in; make one for each loop")
+        return self._endpoints
+
+    def _in_turn(self) -> list[_Endpoint]:
+        endpoints = self._connected()
+        first = self._turn % len(endpoints)
+        self._turn += 1
+        return endpoints[first:] + endpoints[:first]
+
+    @contextlib.contextmanager
+    def _typed_errors(self, target: str) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, target) from error
+        except asyncio.CancelledError:
+            # grpc.aio raises this also for a call that the server cancelled. A task that is itself being cancelled
+            # must see it; any other would be taken for cancelled when it is not.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise self._ended_early(target) from None
+
+    def _ended_early(self, target: str) -> FdfoError:
+        if self._closed:
+            return RequestFailed("the client was closed during the call", "CANCELLED")
+        return ServerUnavailable(f"the scheduler at {target} ended the call; send the request again")
+
+
+def _check_order(last: Event | None, event: Event, target: str) -> None:
+    if isinstance(last, Finished) or isinstance(event, Started) != (last is None):
+        raise UnexpectedServer(f"{target} sent {type(event).__name__} out of order")

@@ -1,0 +1,136 @@
+"""The options of `generate` and `stream`, for both clients, and how they become a request.
+
+Only what cannot be put on the wire is refused here; ranges and names are the server's to judge, so that there is one
+rule and any client hears the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from fdfo.scheduler.v1 import scheduler_pb2 as pb
+from fdfo_client._errors import InvalidRequest
+
+
+class Message(TypedDict):
+    """One turn of a conversation. `role` is "system", "user", "assistant" or "tool"."""
+
+    role: str
+    content: str
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword options of `generate` and `stream`. An option that is None or left out takes the server's default.
+
+    prompt_ids: the prompt as token ids.
+    messages: the prompt as a conversation, rendered with the model's chat template.
+    max_new_tokens: at most so many tokens, 1 or more. Default: up to the context limit.
+    temperature: 0 (the default) takes the most probable token; up to 2.
+    top_p: above 0, up to 1; 1 is off.
+    top_k: 0 is off.
+    min_p: 0 to 1; 0 is off.
+    seed: the same seed gives the same tokens. Default: the server draws one, see `Completion.seed`.
+    stop: a string, or up to 16, at whose first appearance the text ends; none is ever part of the text.
+    stop_token_ids: token ids that end the text, besides the model's own.
+    ignore_eos: the model's own stop ids become ordinary tokens.
+    algorithm: "LowConfidence" or "JointThreshold"; the server may know more.
+    algorithm_params: by name, such as {"threshold": 0.9}.
+    request_id: unique among live requests. Default: the server draws one.
+    parse_special_tokens: special tokens in a text prompt are read as such; else they are plain text.
+    timeout: seconds until the answer must be complete. Default: none.
+    """
+
+    prompt_ids: Sequence[int] | None
+    messages: Sequence[Message] | None
+    max_new_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    algorithm: str | None
+    algorithm_params: Mapping[str, float] | None
+    request_id: str | None
+    parse_special_tokens: bool
+    timeout: float | None
+
+
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+def build_request(prompt: str | None, options: GenerateOptions) -> tuple[pb.GenerateRequest, float | None]:
+    """The request and its timeout in seconds. Raises InvalidRequest, or TypeError for an option that does not exist."""
+    unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(GenerateOptions.__annotations__)}")
+
+    request = pb.GenerateRequest()
+    _set_prompt(request, prompt, options.get("prompt_ids"), options.get("messages"))
+    for name in _SAMPLING_FIELDS:
+        _set_scalar(request.sampling, name, options.get(name))
+    for name in ("max_new_tokens", "request_id", "algorithm", "ignore_eos", "parse_special_tokens"):
+        _set_scalar(request, name, options.get(name))
+    stop = options.get("stop")
+    _extend(request.stop, "stop", [stop] if isinstance(stop, str) else stop or ())
+    _extend(request.stop_token_ids, "stop_token_ids", options.get("stop_token_ids") or ())
+    _update(request.algorithm_params, "algorithm_params", options.get("algorithm_params") or {})
+
+    timeout = options.get("timeout")
+    if timeout is not None and not (0 < timeout < math.inf):
+        raise InvalidRequest(f"timeout: must be a number of seconds above 0, not {timeout}", "timeout")
+    return request, timeout
+
+
+def _set_prompt(
+    request: pb.GenerateRequest,
+    prompt: str | None,
+    prompt_ids: Sequence[int] | None,
+    messages: Sequence[Message] | None,
+) -> None:
+    if [prompt, prompt_ids, messages].count(None) != 2:
+        raise InvalidRequest("prompt: give exactly one of prompt, prompt_ids and messages", "prompt")
+    if prompt is not None:
+        _set_scalar(request, "text", prompt, called="prompt")
+    elif prompt_ids is not None:
+        request.prompt_ids.SetInParent()  # so that an empty list is sent as one, and refused by the server
+        _extend(request.prompt_ids.ids, "prompt_ids", prompt_ids)
+    else:
+        request.messages.SetInParent()
+        for index, message in enumerate(messages or ()):
+            try:
+                request.messages.messages.add(role=message["role"], content=message["content"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidRequest(
+                    f"messages[{index}]: must be a mapping with the texts role and content ({error!r})", "messages"
+                ) from None
+
+
+# protobuf raises TypeError for a wrong type and ValueError for a number out of range or text that is not Unicode.
+
+
+def _set_scalar(message: pb.GenerateRequest | pb.SamplingParams, name: str, value: object, called: str = "") -> None:
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{called or name}: {error}", called or name) from None
+
+
+def _extend(field: Any, name: str, values: Sequence[object]) -> None:
+    try:
+        field.extend(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{name}: {error}", name) from None
+
+
+def _update(field: Any, name: str, values: Mapping[str, float]) -> None:
+    try:
+        field.update(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{name}: {error}", name) from None

@@ -1,0 +1,209 @@
+"""What a call gives back: the events of a stream, a whole completion, and the state of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fdfo.scheduler.v1 import scheduler_pb2 as pb
+from fdfo_client._errors import UnexpectedServer
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+
+_FINISH_REASONS: dict[pb.FinishReason, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request cost. Tokens are counted as published; forwards are denoise forwards, prefill and waiting not."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    forwards: int = 0
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Started:
+    """The first event: the request is queued. `queue_position` counts the requests before it; 0 is next."""
+
+    request_id: str
+    seed: int
+    queue_position: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Final text and ids of newly done blocks. They differ in length, never in content, over the whole stream.
+
+    `forwards` counts the forwards this request has had so far.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    forwards: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event. With reason "stop", `stop_token_id` or `stop_string` says what matched."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+Event: TypeAlias = Started | Committed | Finished
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. `seed` repeats it: send it with the same prompt and parameters."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    request_id: str
+    seed: int
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker as its scheduler sees it. `rows` of `max_rows` are taken; pages are those of its KV pool."""
+
+    target: str
+    worker_epoch: str
+    ready: bool
+    rows: int
+    max_rows: int
+    pages_free: int
+    pages_cached: int
+    pages_held: int
+    pages_total: int
+    last_error: str
+
+
+@dataclass(frozen=True)
+class ServerCounters:
+    """Totals since the scheduler started.
+
+    A denoise row-forward is one row in one forward; a waiting one is a done row that kept its place in a sync round.
+    """
+
+    requests_finished: int
+    requests_aborted: int
+    rounds: int
+    forwards: int
+    denoise_row_forwards: int
+    waiting_row_forwards: int
+    prefill_tokens: int
+    published_tokens: int
+    blocks_done: int
+    restarts: int
+    preemptions: int
+    device_ms: float
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a scheduler serves, and how busy it is."""
+
+    scheduler_id: str
+    version: str
+    served_model_name: str
+    fingerprint: str
+    block_size: int
+    context_length: int
+    algorithm: str
+    fdfo: bool
+    rounds_in_flight: int
+    queued: int
+    running: int
+    max_queued_requests: int
+    workers: tuple[WorkerInfo, ...]
+    counters: ServerCounters
+
+
+def event_from_proto(response: pb.GenerateResponse) -> Event | None:
+    """The typed event; None for a kind this version does not know (it was not asked for, so it may be skipped)."""
+    match response.WhichOneof("event"):
+        case "started":
+            started = response.started
+            return Started(started.request_id, started.seed, started.queue_position, started.prompt_tokens)
+        case "committed":
+            committed = response.committed
+            return Committed(committed.text, tuple(committed.token_ids), committed.forwards)
+        case "finished":
+            return _finished_from_proto(response.finished)
+        case _:
+            return None
+
+
+def _finished_from_proto(finished: pb.Finished) -> Finished:
+    if finished.reason not in _FINISH_REASONS:
+        raise UnexpectedServer(f"the scheduler gave a finish reason ({finished.reason}) that this client does not know")
+    matched = finished.WhichOneof("match")
+    usage = finished.usage
+    return Finished(
+        _FINISH_REASONS[finished.reason],
+        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.forwards, usage.rounds),
+        stop_token_id=finished.stop_token_id if matched == "stop_token_id" else None,
+        stop_string=finished.stop_string if matched == "stop_string" else None,
+    )
+
+
+def server_info_from_proto(info: pb.GetServerInfoResponse) -> ServerInfo:
+    counters = info.counters
+    return ServerInfo(
+        scheduler_id=info.scheduler_id,
+        version=info.version,
+        served_model_name=info.served_model_name,
+        fingerprint=info.fingerprint,
+        block_size=info.block_size,
+        context_length=info.context_length,
+        algorithm=info.algorithm,
+        fdfo=info.fdfo,
+        rounds_in_flight=info.rounds_in_flight,
+        queued=info.queued,
+        running=info.running,
+        max_queued_requests=info.max_queued_requests,
+        workers=tuple(
+            WorkerInfo(
+                target=worker.target,
+                worker_epoch=worker.worker_epoch,
+                ready=worker.ready,
+                rows=worker.rows,
+                max_rows=worker.max_rows,
+                pages_free=worker.pages_free,
+                pages_cached=worker.pages_cached,
+                pages_held=worker.pages_held,
+                pages_total=worker.pages_total,
+                last_error=worker.last_error,
+            )
+            for worker in info.workers
+        ),
+        counters=ServerCounters(
+            requests_finished=counters.requests_finished,
+            requests_aborted=counters.requests_aborted,
+            rounds=counters.rounds,
+            forwards=counters.forwards,
+            denoise_row_forwards=counters.denoise_row_forwards,
+            waiting_row_forwards=counters.waiting_row_forwards,
+            prefill_tokens=counters.prefill_tokens,
+            published_tokens=counters.published_tokens,
+            blocks_done=counters.blocks_done,
+            restarts=counters.restarts,
+            preemptions=counters.preemptions,
+            device_ms=counters.device_ms,
+        ),
+    )
