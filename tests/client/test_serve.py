@@ -1,0 +1,382 @@
+"""`fdfo serve`: which flag goes where, and the life of the child processes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdfo.scheduler.v1 import scheduler_pb2 as pb
+from fdfo_client import serve
+from tests.client.fake_scheduler import FakeScheduler, serving
+
+# A service that needs no start-up time: listens where it is told, says so, and stops when its standard input closes.
+# Its behaviour is the last word of its command line.
+SERVICE = """
+import json, os, signal, socket, sys
+port, behaviour = int(sys.argv[1]), sys.argv[2]
+if behaviour == "fails":
+    print("no such model", file=sys.stderr)
+    sys.exit(3)
+if behaviour == "ignores SIGTERM":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+server = socket.create_server(("127.0.0.1", port))
+print("a line that is not for us", flush=True)
+target = "127.0.0.1:%d" % server.getsockname()[1]
+print(json.dumps({"event": "ready", "target": target, "pid": os.getpid()}), flush=True)
+if behaviour == "falls over":
+    sys.exit(4)
+while os.read(0, 100):
+    pass
+"""
+
+
+def service(behaviour: str = "well") -> Callable[[int], list[str]]:
+    return lambda port: [sys.executable, "-I", "-S", "-c", SERVICE, str(port), behaviour]
+
+
+def plan(worker: str = "well", scheduler: str = "well", num_workers: int = 1, num_schedulers: int = 1) -> serve.Plan:
+    return serve.Plan(
+        model_path=Path("models/none"),
+        num_workers=num_workers,
+        scheduler_ports=(0,) * num_schedulers,
+        worker_command=service(worker),
+        scheduler_command=lambda port, targets: service(scheduler)(port),
+        environment=os.environ,
+    )
+
+
+async def at_once(targets: Sequence[str], num_workers: int, progress: serve.Progress) -> None:
+    """Stands for the wait for ready workers."""
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="fdfo serve", allow_abbrev=False)
+    serve.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def commands(*argv: str) -> tuple[list[str], list[str]]:
+    """The flags that a worker at port 1 and a scheduler at port 2 are started with."""
+    made = serve.plan_from(parse("--model-path", "m", *argv), {})
+    worker, scheduler = made.worker_command(1), made.scheduler_command(2, ["w:1", "w:2"])
+    assert worker[:3] == [sys.executable, "-m", "worker_svc"]
+    assert scheduler[:3] == [sys.executable, "-m", "scheduler_svc"]
+    return list(worker[3:]), list(scheduler[3:])
+
+
+def test_what_every_service_is_given() -> None:
+    """Both get the model, their port and the order to stop with us; the scheduler gets the workers' targets."""
+    worker, scheduler = commands()
+    assert worker == ["--model-path=m", "--port=1", "--exit-with-parent"]
+    assert scheduler == ["--model-path=m", "--port=2", "--workers=w:1,w:2", "--exit-with-parent"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "to_worker", "to_scheduler"),
+    [
+        (["--page-size", "64"], {"--page-size=64"}, set()),
+        (["--batch-invariant"], {"--batch-invariant"}, set()),
+        (["--no-dllm-fdfo"], set(), {"--no-dllm-fdfo"}),
+        (["--max-queued-requests=5"], set(), {"--max-queued-requests=5"}),
+        (["--hang-timeout", "3"], set(), {"--hang-timeout=3.0"}),
+        (["--context-length", "256"], {"--context-length=256"}, {"--context-length=256"}),
+        (["--log-format", "json"], {"--log-format=json"}, {"--log-format=json"}),
+    ],
+)
+def test_flags_go_where_they_are_known(flags: list[str], to_worker: set[str], to_scheduler: set[str]) -> None:
+    """A worker's flag goes to the workers, a scheduler's to the schedulers, a common one to both."""
+    plain, given = commands(), commands(*flags)
+    assert set(given[0]) - set(plain[0]) == to_worker
+    assert set(given[1]) - set(plain[1]) == to_scheduler
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--colour", "red"], "--colour"),
+        (["--page", "64"], "--page"),
+        (["--page-size", "0"], "--page-size"),
+        (["--dtype", "float8"], "float8"),
+        (["--workers", "127.0.0.1:50052"], "python -m scheduler_svc"),
+        (["--workers", "0"], "--workers"),
+        (["--schedulers", "-1"], "--schedulers"),
+        (["--port", "65536"], "--port"),
+    ],
+)
+def test_a_wrong_flag_is_refused_by_name(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is started an unknown flag or a wrong value gives status 2 and its name."""
+    with pytest.raises(SystemExit) as caught:
+        parse(*argv)
+    assert caught.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_ports_of_the_schedulers() -> None:
+    """The schedulers take P, P+1, ...; port 0 leaves all of them to the system."""
+    assert serve.plan_from(parse("--port", "7000", "--schedulers", "3"), {}).scheduler_ports == (7000, 7001, 7002)
+    assert serve.plan_from(parse("--port", "0", "--schedulers", "2"), {}).scheduler_ports == (0, 0)
+
+
+def test_threads_do_not_spin() -> None:
+    """Children wait passively with as many threads as --num-threads says, unless the user's environment says more."""
+    assert serve.plan_from(parse("--num-threads", "3"), {"HOME": "/"}).environment == {
+        "HOME": "/",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": "3",
+    }
+    users = {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "8"}
+    assert serve.plan_from(parse(), users).environment == users
+
+
+def test_the_default_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside a checkout's root the model beside the package is taken; a folder's own comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert (serve.default_model_path() / "config.json").is_file()
+    (tmp_path / serve.MODEL_PATH).mkdir(parents=True)
+    assert serve.default_model_path() == serve.MODEL_PATH
+
+
+@contextlib.contextmanager
+def serve_process(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """`serve.run` with scripted services in a process of its own; `words` is Python that makes the plan."""
+    program = (
+        "import asyncio, sys; from fdfo_client import serve; from tests.client.test_serve import at_once, plan;"
+        f"sys.exit(asyncio.run(serve.run({words[0]}, as_json=True, stop_at_eof=True, workers_ready=at_once)))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdin, process.stdout, process.stderr:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def read_ready(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def wait_for_end(pidfd: int) -> None:
+    """Wait for the end of a process that need not be a child of ours."""
+    assert select.select([pidfd], [], [], 10.0)[0], "the process lives on"
+    os.close(pidfd)
+
+
+def listens(target: str) -> bool:
+    host, _, port = target.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGKILL", "end of stdin"])
+def test_nothing_is_left(how: str) -> None:
+    """However serve ends, SIGKILL too, its children end; a signal or the end of stdin gives status 0."""
+    with serve_process("plan(num_workers=2, num_schedulers=2)") as process:
+        ready = read_ready(process)
+        assert list(ready) == ["event", "targets", "workers"]
+        assert len(ready["targets"]) == 2
+        assert all(listens(target) for target in ready["targets"])
+        assert all(listens(worker["target"]) for worker in ready["workers"])
+        pidfds = [os.pidfd_open(worker["pid"]) for worker in ready["workers"]]
+        if how == "end of stdin":
+            assert process.stdin is not None
+            process.stdin.close()
+        else:
+            process.send_signal(getattr(signal, how))
+        status = process.wait(timeout=10)
+        assert status == (-signal.SIGKILL if how == "SIGKILL" else 0)
+        for pidfd in pidfds:
+            wait_for_end(pidfd)
+        assert process.stdout is not None
+        assert process.stdout.read() == "", "one line and no more"
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    """A child that does not stop on SIGTERM is killed at once when the user insists."""
+    with serve_process("plan(worker='ignores SIGTERM')") as process:
+        ready = read_ready(process)
+        pidfd = os.pidfd_open(ready["workers"][0]["pid"])
+        host, _, port = ready["targets"][0].rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(ConnectionResetError):
+                connection.recv(1)  # until the scheduler has gone; then serve waits for the worker
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=5) == 0
+        wait_for_end(pidfd)
+
+
+@pytest.mark.parametrize("broken", ["worker", "scheduler"])
+def test_a_failed_first_start_ends_serve(broken: str) -> None:
+    """A service that cannot start ends everything with status 1; its own error stands above ours."""
+    with serve_process(f"plan({broken}='fails', num_workers=2)") as process:
+        assert process.wait(timeout=10) == 1
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out, err = process.stdout.read(), process.stderr.read()
+    assert out == ""
+    assert f"fdfo serve: {broken} " in err
+    assert "ended with status 3 before it was ready" in err
+    assert err.index("no such model") < err.index("fdfo serve:")
+
+
+def test_other_output_of_a_child_goes_to_stderr() -> None:
+    """stdout is for our one line; what a service prints beside its ready line is passed on to stderr."""
+    with serve_process("plan()") as process:
+        read_ready(process)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=10)
+    assert out == ""
+    assert err.count("a line that is not for us\n") == 2
+
+
+class Keeper:
+    """A child under test: each back-off waits until the test lets it go on; the clock steps when it is read."""
+
+    def __init__(self, behaviour: str = "well") -> None:
+        self.now_s = 0.0
+        self.clock_step_s = 0.0
+        self.delays_s: asyncio.Queue[float] = asyncio.Queue()
+        self.go_on = asyncio.Semaphore(0)
+        self.behaviour = behaviour
+        self.child = serve.Child(
+            "worker 0",
+            lambda port: service(self.behaviour)(port),
+            0,
+            os.environ,
+            sleep=self._sleep,
+            clock=self._clock,
+        )
+
+    def _clock(self) -> float:
+        self.now_s += self.clock_step_s
+        return self.now_s
+
+    async def _sleep(self, delay_s: float) -> None:
+        self.delays_s.put_nowait(delay_s)
+        await self.go_on.acquire()
+
+    async def next_delay_s(self) -> float:
+        """Let it start again, and wait until it has died again: the delay after that."""
+        self.go_on.release()
+        return await asyncio.wait_for(self.delays_s.get(), 10)
+
+
+def test_a_child_that_dies_is_started_again_at_its_port(capsys: pytest.CaptureFixture[str]) -> None:
+    """After SIGKILL another process serves the same target, and one line says what happened."""
+
+    async def scenario() -> None:
+        keeper = Keeper()
+        child = keeper.child
+        await child.start()
+        target, pid = child.target, child.pid
+        os.kill(pid, signal.SIGKILL)
+        assert await asyncio.wait_for(keeper.delays_s.get(), 10) == 0.5
+        assert not listens(target)
+        keeper.behaviour = "falls over"  # the next one gets ready and ends: the second delay tells us that it ran
+        assert await keeper.next_delay_s() == 1.0
+        assert child.target == target
+        assert child.pid != pid
+        await child.stop(asyncio.Event())
+        said = capsys.readouterr().err
+        assert f"worker 0 (pid {pid}) was ended by SIGKILL; starting it again in 0.5 s\n" in said
+        assert "ended with status 4; starting it again in 1 s" in said
+        assert said.count("starting it again") == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_back_off_doubles_and_starts_over() -> None:
+    """Delays double up to 10 s, whether the child got ready or not, and begin anew after 30 s of service."""
+
+    async def scenario() -> None:
+        keeper = Keeper("falls over")
+        await keeper.child.start()
+        delays_s = [await asyncio.wait_for(keeper.delays_s.get(), 10)]
+        for behaviour in ("falls over", "fails", "falls over", "fails", "fails"):
+            keeper.behaviour = behaviour
+            delays_s.append(await keeper.next_delay_s())
+        assert delays_s == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+
+        keeper.behaviour, keeper.clock_step_s = "falls over", 29.0
+        assert await keeper.next_delay_s() == 10.0
+        keeper.clock_step_s = 30.0
+        assert await keeper.next_delay_s() == 0.5
+        assert await keeper.next_delay_s() == 0.5
+        await keeper.child.stop(asyncio.Event())
+
+    asyncio.run(scenario())
+
+
+def test_a_stopped_child_is_not_started_again() -> None:
+    """Stopping in the middle of a back-off, or before the first start, leaves nothing and raises nothing."""
+
+    async def scenario() -> None:
+        keeper = Keeper("falls over")
+        await keeper.child.stop(asyncio.Event())
+        await keeper.child.start()
+        await asyncio.wait_for(keeper.delays_s.get(), 10)
+        await keeper.child.stop(asyncio.Event())
+        keeper.go_on.release()
+        assert keeper.child.keeper is not None
+        assert keeper.child.keeper.cancelled()
+
+    asyncio.run(scenario())
+
+
+def test_ready_means_that_every_scheduler_has_every_worker() -> None:
+    """The wait ends when all workers are ready at all schedulers, and tells meanwhile what keeps them."""
+
+    def workers(*ready: bool) -> pb.GetServerInfoResponse:
+        states = [
+            pb.WorkerState(target=f"w:{i}", ready=r, last_error="" if r else "refused") for i, r in enumerate(ready)
+        ]
+        return pb.GetServerInfoResponse(workers=states)
+
+    quick = FakeScheduler(infos=[workers(True, True)])
+    slow = FakeScheduler(infos=[workers(), workers(True), workers(True, False), workers(True, True)])
+    with serving(quick) as one, serving(slow) as two:
+        progress = serve.Progress("loading")
+        asyncio.run(serve.wait_for_workers([one, two], 2, progress))
+    assert len(slow.infos) == 1
+    assert progress.what == "waiting for workers: w:1: refused"
+
+
+def test_a_person_is_told_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --json the ready text names every address and ends with a command to paste."""
+
+    async def stop_when_ready(targets: Sequence[str], num_workers: int, progress: serve.Progress) -> None:
+        asyncio.get_running_loop().call_later(0, os.kill, os.getpid(), signal.SIGTERM)
+        seen.extend(targets)
+
+    seen: list[str] = []
+    assert asyncio.run(serve.run(plan(), as_json=False, stop_at_eof=False, workers_ready=stop_when_ready)) == 0
+    out = capsys.readouterr().out
+    assert f"generate --target {seen[0]} " in out
+    assert "worker 0" in out
