@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from common.errors import AlreadyLive, Unavailable
 from common.model_folder import ModelFolder
@@ -19,7 +19,7 @@ from scheduler_svc.round_loop import RoundLoop
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.text import TextCodec
 from scheduler_svc.validation import AlgorithmInfo, ParamInfo, Rules, parse_generate
-from scheduler_svc.workers import WorkerLink
+from scheduler_svc.workers import Link, WorkerLink
 
 CLOSE_POLL_S = 0.05
 
@@ -28,8 +28,13 @@ class Scheduler:
     """Takes requests, gives back their events. Everything runs on one event loop."""
 
     def __init__(
-        self, folder: ModelFolder, settings: SchedulerSettings, algorithm: str, algorithm_params: Mapping[str, float]
+        self,
+        folder: ModelFolder,
+        settings: SchedulerSettings,
+        algorithm_params: Mapping[str, float],
+        connect: Callable[[str, str], Link] = WorkerLink,
     ) -> None:
+        """`connect` makes the link to a worker from its target and our scheduler id."""
         self.folder = folder
         self.settings = settings
         self.scheduler_id = secrets.token_hex(8)
@@ -38,14 +43,14 @@ class Scheduler:
         self.is_closing = False
         self.queue = RequestQueue(settings.max_queued_requests)
         self._codec = TextCodec(folder.path)
-        self._algorithm = algorithm
+        self._algorithm = settings.dllm_algorithm
         self._algorithm_params = algorithm_params
         self._rules: Rules | None = None
         self._rules_known = asyncio.Event()
         attempts = itertools.count(1)
         self.loops = [
             RoundLoop(
-                link=WorkerLink(target.strip(), self.scheduler_id),
+                link=connect(target, self.scheduler_id),
                 queue=self.queue,
                 settings=settings,
                 fingerprint=folder.fingerprint,
@@ -53,7 +58,7 @@ class Scheduler:
                 on_info=self._check_worker,
                 attempts=attempts,
             )
-            for target in settings.workers.split(",")
+            for target in settings.worker_targets
         ]
 
     async def run(self) -> None:

@@ -22,7 +22,7 @@ from scheduler_svc.planner import Room, admit
 from scheduler_svc.queue import RequestQueue
 from scheduler_svc.request import Request
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.workers import RECONNECT_EVERY_S, WorkerLink, WorkerLost
+from scheduler_svc.workers import RECONNECT_EVERY_S, Link, WorkerLost
 
 HEARTBEAT_EVERY_S = 10.0
 FULL_POLL_S = 0.25  # while requests wait for space that another scheduler may free
@@ -44,7 +44,7 @@ class SentRound:
 class RoundLoop:
     """Drives one worker. `on_info` hears the worker's facts at every connect; it raises ValueError to refuse them."""
 
-    link: WorkerLink
+    link: Link
     queue: RequestQueue
     settings: SchedulerSettings
     fingerprint: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 import structlog
@@ -34,6 +34,18 @@ log = structlog.get_logger()
 
 class WorkerLost(Exception):
     """What this worker held of ours is void: our requests start anew, here or elsewhere."""
+
+
+class Link(Protocol):
+    """What a round loop asks of a worker; tests put a loop in memory behind it."""
+
+    target: str
+    scheduler_id: str
+    last_error: str
+
+    async def get_info(self) -> pb.GetWorkerInfoResponse: ...
+    async def run_round(self, request: pb.RunRoundRequest, timeout_s: float) -> pb.RunRoundResponse: ...
+    async def heartbeat(self, generation: int) -> pb.HeartbeatResponse: ...
 
 
 class WorkerLink:
@@ -65,11 +77,6 @@ class WorkerLink:
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(scheduler_id=self.scheduler_id, generation=generation)
         return await self._repeat(lambda: self._stub.Heartbeat(request, timeout=INFO_TIMEOUT_S))
-
-    async def release(self, generation: int, names: pb.RowNames) -> None:
-        """Free rows outside a round; a worker that does not answer loses them by lease or generation."""
-        request = pb.ReleaseRequestsRequest(scheduler_id=self.scheduler_id, generation=generation, rows=names)
-        await self._stub.ReleaseRequests(request, timeout=INFO_TIMEOUT_S)
 
     async def _repeat(self, call: Callable[[], Awaitable[T]]) -> T:
         first_failure_at: float | None = None

@@ -12,6 +12,8 @@ from worker_svc.denoise import DenoiseLoop, page_usage_message
 from worker_svc.rounds import RoundRequest
 from worker_svc.wire import decode_round
 
+EVENT_LOOP_PASSES_A_FORWARD = 12
+
 
 class InMemoryLink:
     """Takes the place of a WorkerLink. Every message is serialised on its way, as over a network."""
@@ -83,8 +85,9 @@ class InMemoryLink:
         )
 
     async def drive(self) -> None:
-        """The device: one tick whenever the event loop comes by."""
+        """The device: a forward takes longer than what the scheduler does between two of them."""
         while True:
             if not self.is_dead:
                 self.loop.tick()
-            await asyncio.sleep(0)
+            for _ in range(EVENT_LOOP_PASSES_A_FORWARD):
+                await asyncio.sleep(0)

@@ -1,0 +1,408 @@
+"""The scheduler over real denoise loops in memory: requests from submit to their last event."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from common.errors import AlreadyLive, InvalidField, QueueFull, ServiceError, Unavailable
+from common.model_folder import read_model_folder
+from fdfo.scheduler.v1 import scheduler_pb2 as api
+from fdfo.worker.v1 import worker_pb2 as pb
+from scheduler_svc.core import Scheduler
+from scheduler_svc.request import Request
+from scheduler_svc.settings import SchedulerSettings
+from tests.scheduler.in_memory import InMemoryLink
+from tests.worker.scripted import BAD, BLOCK, FILL, Clock, ScriptedRunner, assert_whole, effort, make_loop
+from worker_svc.denoise import DenoiseLoop
+
+FOLDER = dataclasses.replace(read_model_folder("models/tiny-llada2"), fingerprint="scripted", context_length=1024)
+
+
+class Bench:
+    """A scheduler and its workers, for the time of one test."""
+
+    def __init__(self, *loops: DenoiseLoop, **settings: object) -> None:
+        targets = ",".join(f"127.0.0.1:{number + 1}" for number in range(len(loops)))
+        values = {"model_path": Path("models/tiny-llada2"), "workers": targets, **settings}
+        self.links: list[InMemoryLink] = []
+
+        def connect(target: str, scheduler_id: str) -> InMemoryLink:
+            self.links.append(InMemoryLink(loops[len(self.links)], scheduler_id, FOLDER.context_length))
+            return self.links[-1]
+
+        self.scheduler = Scheduler(FOLDER, SchedulerSettings(**values), {}, connect)  # type: ignore[arg-type]
+
+    async def submit(self, request_id: str, prompt: list[int], max_new_tokens: int = 40, **fields: object) -> Request:
+        message = api.GenerateRequest(
+            request_id=request_id,
+            prompt_ids=api.TokenIds(ids=prompt),
+            max_new_tokens=max_new_tokens,
+            **fields,  # type: ignore[arg-type]
+        )
+        return await self.scheduler.submit(message)
+
+    async def read(self, request: Request) -> tuple[list[int], api.Finished]:
+        """All published ids and the last event."""
+        ids: list[int] = []
+        while True:
+            event = await request.events.get()
+            if isinstance(event, ServiceError):
+                self.scheduler.leave(request)
+                raise event
+            if event.HasField("committed"):
+                assert event.committed.token_ids or event.committed.text, "an empty message"
+                ids += event.committed.token_ids
+            if event.HasField("finished"):
+                self.scheduler.leave(request)
+                return ids, event.finished
+
+
+def play(bench: Bench, scene: Callable[[], Awaitable[None]]) -> None:
+    """Run the scene with scheduler and devices going."""
+
+    async def all_of_it() -> None:
+        tasks = [asyncio.create_task(bench.scheduler.run())]
+        tasks += [asyncio.create_task(link.drive()) for link in bench.links]
+        scene_task = asyncio.ensure_future(scene())
+        await asyncio.wait_for(asyncio.wait({scene_task, *tasks}, return_when=asyncio.FIRST_COMPLETED), 20)
+        for task in tasks:
+            assert not task.done(), task.exception()
+            task.cancel()
+        await scene_task
+
+    asyncio.run(all_of_it())
+
+
+def expected(prompt_length: int, count: int) -> list[int]:
+    return [FILL + position % 8 for position in range(prompt_length, prompt_length + count)]
+
+
+@pytest.mark.parametrize("fdfo", [True, False])
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_requests_of_all_lengths_get_exactly_their_tokens(fdfo: bool, in_flight: int) -> None:
+    """Whatever the mode and the rounds in flight: the same tokens, then the pool is whole and the queue empty."""
+    loop = make_loop(num_slots=3)
+    bench = Bench(loop, dllm_fdfo=fdfo, rounds_in_flight=in_flight)
+    lengths = [(1, 1), (1, BLOCK - 1), (5, BLOCK), (BLOCK, BLOCK + 1), (BLOCK + 1, 100), (7 * BLOCK + 3, 64), (2, 200)]
+
+    async def scene() -> None:
+        requests = [
+            await bench.submit(f"r{n}", effort(3 + n) + [5] * (prompt - 1), new)
+            for n, (prompt, new) in enumerate(lengths)
+        ]
+        for request, (prompt, new) in zip(requests, lengths, strict=True):
+            ids, finished = await bench.read(request)
+            assert ids == expected(prompt, new)
+            assert finished.reason == api.FINISH_REASON_LENGTH
+            assert finished.usage.completion_tokens == new and finished.usage.prompt_tokens == prompt
+        await asyncio.sleep(0)
+
+    play(bench, scene)
+    assert not bench.scheduler.live and not len(bench.scheduler.queue)
+    assert bench.scheduler.counters.restarts == 0
+    assert_whole(loop)
+
+
+def test_fdfo_needs_fewer_forwards_than_sync() -> None:
+    """With blocks of different effort the lockstep pays for waiting and FDFO does not."""
+
+    def forwards(fdfo: bool) -> tuple[int, int]:
+        bench = Bench(make_loop(num_slots=4), dllm_fdfo=fdfo)
+
+        async def scene() -> None:
+            requests = [await bench.submit(f"r{n}", effort(2 + 5 * (n % 3)), 31) for n in range(12)]
+            for request in requests:
+                await bench.read(request)
+
+        play(bench, scene)
+        return bench.scheduler.counters.forwards, bench.scheduler.counters.waiting_row_forwards
+
+    (fdfo_forwards, fdfo_waiting), (sync_forwards, sync_waiting) = forwards(True), forwards(False)
+    assert fdfo_forwards < sync_forwards
+    assert (fdfo_waiting, sync_waiting > 0) == (0, True)
+
+
+def test_an_arrival_joins_while_a_slow_row_loops() -> None:
+    """With a slot free, a new request starts at the next forward boundary of the running round."""
+    loop = make_loop()
+    bench = Bench(loop)
+
+    async def scene() -> None:
+        slow = await bench.submit("slow", effort(30), 31)
+        while loop.totals.forwards < 3:
+            await asyncio.sleep(0)
+        before = loop.totals.forwards
+        fast = await bench.submit("fast", effort(2), 31)
+        await bench.read(fast)
+        assert loop.totals.forwards - before <= 4
+        assert not slow.is_finished
+        await bench.read(slow)
+
+    play(bench, scene)
+
+
+@pytest.mark.parametrize("after_forwards", [0, 1, 2, 5])
+def test_an_abort_takes_effect_at_the_next_boundary_in_every_phase(after_forwards: int) -> None:
+    """Queued, prefilling or denoising: one terminal event, the row is freed, the others go on."""
+    loop = make_loop(num_slots=2, chunk=BLOCK)
+    bench = Bench(loop)
+
+    async def scene() -> None:
+        other = await bench.submit("other", effort(9), 31)
+        request = await bench.submit("gone", [5] * (3 * BLOCK) + effort(30), 60)
+        queued = await bench.submit("queued", effort(3), 31)
+        start = loop.totals.forwards
+        while loop.totals.forwards < start + after_forwards:
+            await asyncio.sleep(0)
+        assert bench.scheduler.abort("gone") and not bench.scheduler.abort("gone")
+        before = loop.totals.forwards
+        while any(key.request_id == "gone" for session in loop.sessions.values() for key in session.rows):
+            await asyncio.sleep(0)
+        assert loop.totals.forwards - before <= 2
+        _, finished = await bench.read(request)
+        assert finished.reason == api.FINISH_REASON_ABORT and request.events.empty()
+        for one in (other, queued):
+            assert (await bench.read(one))[0] == expected(1, 31)
+
+    play(bench, scene)
+
+
+def test_a_lost_worker_is_continued_in_mid_block_on_the_restarted_one() -> None:
+    """Nothing is lost or published twice, and the block needs only the forwards it had left."""
+    bench = Bench(make_loop(), max_forwards=1)
+
+    async def scene() -> None:
+        requests = [await bench.submit(f"r{n}", effort(9), 100) for n in range(3)]
+        link = bench.links[0]
+        while link.loop.totals.forwards < 5:
+            await asyncio.sleep(0)
+        before = link.loop.totals.forwards
+        link.is_dead = True
+        while bench.scheduler.has_worker:
+            await asyncio.sleep(0)
+        assert [request.dllm_step_count for request in requests] == [before] * 3 or before >= 5
+        assert len(bench.scheduler.queue) == 3
+        link.loop, link.is_dead = make_loop(), False
+        for request in requests:
+            ids, finished = await bench.read(request)
+            assert ids == expected(1, 100)
+            assert finished.usage.forwards <= before + 9 + 2 * 2 + 1
+        assert bench.scheduler.counters.restarts == 3
+
+    play(bench, scene)
+
+
+def test_two_workers_share_the_queue_and_one_carries_on_alone() -> None:
+    """Requests of a dead worker go to the front of the queue and run on the other."""
+    bench = Bench(make_loop(num_slots=2), make_loop(num_slots=2))
+
+    async def scene() -> None:
+        requests = [await bench.submit(f"r{n}", effort(9), 100) for n in range(6)]
+        while min(link.loop.totals.forwards for link in bench.links) < 3:
+            await asyncio.sleep(0)
+        bench.links[0].is_dead = True
+        for request in requests:
+            assert (await bench.read(request))[0] == expected(1, 100)
+
+    play(bench, scene)
+    assert bench.scheduler.counters.restarts == 2
+
+
+def test_a_pool_too_small_for_all_finishes_all() -> None:
+    """A row that finds no page is released and starts again when there is room; rows are whole or wait."""
+    loop = make_loop(num_slots=4, num_pages=6)
+    bench = Bench(loop)
+
+    async def scene() -> None:
+        requests = [await bench.submit(f"r{n}", effort(3), 150) for n in range(6)]
+        for request in requests:
+            assert (await bench.read(request))[0] == expected(1, 150)
+
+    play(bench, scene)
+    assert bench.scheduler.counters.preemptions > 0
+    assert_whole(loop)
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone() -> None:
+    """It ends with an error that says so; the one beside it is undisturbed."""
+    bench = Bench(make_loop())
+
+    async def scene() -> None:
+        bad, good = await bench.submit("bad", [BAD], 31), await bench.submit("good", effort(5), 31)
+        with pytest.raises(ServiceError, match="not finite"):
+            await bench.read(bad)
+        assert (await bench.read(good))[0] == expected(1, 31)
+
+    play(bench, scene)
+
+
+def test_ids_stay_unique_while_live_and_may_come_again() -> None:
+    """A live id is refused, and serving goes on; after its end the same id is a new request."""
+    bench = Bench(make_loop())
+
+    async def scene() -> None:
+        first = await bench.submit("same", effort(9), 31)
+        with pytest.raises(AlreadyLive):
+            await bench.submit("same", effort(2), 31)
+        await bench.read(first)
+        again = await bench.submit("same", effort(2), 31)
+        assert (await bench.read(again))[0] == expected(1, 31)
+        one, two = await bench.submit("", effort(2)), await bench.submit("", effort(2))
+        assert one.spec.request_id != two.spec.request_id
+        await asyncio.gather(bench.read(one), bench.read(two))
+
+    play(bench, scene)
+
+
+def test_a_full_queue_refuses_at_once_with_a_hint() -> None:
+    """What was queued is untouched."""
+    bench = Bench(make_loop(num_slots=1), max_queued_requests=2)
+
+    async def scene() -> None:
+        requests = [await bench.submit("a", effort(9), 31)]
+        while len(bench.scheduler.queue):
+            await asyncio.sleep(0)
+        requests += [await bench.submit(name, effort(9), 31) for name in "bc"]
+        with pytest.raises(QueueFull) as caught:
+            await bench.submit("d", effort(9), 31)
+        assert caught.value.retry_after_s > 0
+        for request in requests:
+            await bench.read(request)
+
+    play(bench, scene)
+
+
+def test_an_ended_stream_stops_the_work_for_it() -> None:
+    """A stop string that only the scheduler sees releases the row at the next boundary."""
+    loop = make_loop()
+    bench = Bench(loop)
+
+    async def scene() -> None:
+        codec = bench.scheduler._codec
+        text = b"".join(codec.token_bytes(token) for token in expected(1, 8)).decode()
+        request = await bench.submit("a", effort(3), 400, stop=[text[2:4]])
+        _, finished = await bench.read(request)
+        assert finished.reason == api.FINISH_REASON_STOP and finished.stop_string == text[2:4]
+        while any(session.rows for session in loop.sessions.values()):
+            await asyncio.sleep(0)
+
+    play(bench, scene)
+    assert loop.totals.blocks_done <= 2
+
+
+def test_another_model_behind_the_address_is_not_used() -> None:
+    """The worker is told apart by its fingerprint; requests wait, and the reason stands in the server's info."""
+    loop = make_loop()
+    loop.config = dataclasses.replace(loop.config, fingerprint="other")
+    bench = Bench(loop)
+
+    async def scene() -> None:
+        waiting = asyncio.create_task(bench.submit("a", effort(2)))
+        while "another model" not in bench.links[0].last_error:
+            await asyncio.sleep(0)
+        assert not bench.scheduler.has_worker and not waiting.done()
+        waiting.cancel()
+
+    play(bench, scene)
+
+
+def test_closing_lets_live_requests_finish_and_refuses_new_ones() -> None:
+    """SIGTERM: what finishes within the grace time finishes."""
+    bench = Bench(make_loop())
+
+    async def scene() -> None:
+        request = await bench.submit("a", effort(5), 60)
+        reader = asyncio.create_task(bench.read(request))
+        closing = asyncio.create_task(bench.scheduler.close(10))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable):
+            await bench.submit("b", effort(2))
+        assert (await reader)[0] == expected(1, 60)
+        await closing
+
+    play(bench, scene)
+
+
+def test_a_draining_worker_hands_its_rows_back_with_their_snapshots() -> None:
+    """They go on elsewhere; the client sees nothing of it."""
+    bench = Bench(make_loop(num_slots=2), make_loop(num_slots=2))
+
+    async def scene() -> None:
+        requests = [await bench.submit(f"r{n}", effort(9), 100) for n in range(4)]
+        while min(link.loop.totals.forwards for link in bench.links) < 3:
+            await asyncio.sleep(0)
+        bench.links[0].loop.drain()
+        for request in requests:
+            assert (await bench.read(request))[0] == expected(1, 100)
+
+    play(bench, scene)
+
+
+def test_bad_input_never_reaches_a_worker() -> None:
+    """The field is named; no round is sent for it."""
+    bench = Bench(make_loop())
+
+    async def scene() -> None:
+        for field, fields in {"max_new_tokens": {"max_new_tokens": 0}, "json_schema": {"json_schema": "{}"}}.items():
+            with pytest.raises(InvalidField) as caught:
+                await bench.submit("a", effort(2), **fields)  # type: ignore[arg-type]
+            assert caught.value.field == field
+        assert bench.links[0].requests == []
+
+    play(bench, scene)
+
+
+def test_messages_carry_all_newly_committed_ids() -> None:
+    """What is held back from publishing is still told, once, for a resume."""
+    bench = Bench(make_loop())
+
+    async def scene() -> None:
+        request = await bench.submit("a", effort(3), 70)
+        told: list[int] = []
+        while True:
+            event = await request.events.get()
+            assert not isinstance(event, ServiceError)
+            told += event.committed.committed_ids
+            if event.HasField("finished"):
+                break
+        bench.scheduler.leave(request)
+        assert told == request.committed_ids
+
+    play(bench, scene)
+
+
+def test_a_worker_lease_that_ran_out_is_a_lost_worker_not_a_lost_request() -> None:
+    """The generation is raised and the requests start anew."""
+    clock = Clock()
+    loop = make_loop(runner=ScriptedRunner(), clock=clock)
+    bench = Bench(loop)
+
+    async def scene() -> None:
+        first = await bench.submit("a", effort(3), 31)
+        await bench.read(first)
+        clock.now += 60
+        while not loop.totals.expired_leases:
+            await asyncio.sleep(0)
+        second = await bench.submit("b", effort(3), 31)
+        assert (await bench.read(second))[0] == expected(1, 31)
+        assert max(request.generation for request in bench.links[0].requests) == 2
+
+    play(bench, scene)
+
+
+def test_a_round_that_only_continues_names_rows_and_nothing_else() -> None:
+    """Continuing rows cost a name; ids travel with starts only."""
+    bench = Bench(make_loop(), max_forwards=1)
+
+    async def scene() -> None:
+        request = await bench.submit("a", effort(5), 31)
+        await bench.read(request)
+
+    play(bench, scene)
+    later: list[pb.RunRoundRequest] = bench.links[0].requests[1:]
+    assert later and all(not request.starts and list(request.continues.request_ids) == ["a"] for request in later)
