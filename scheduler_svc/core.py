@@ -18,7 +18,7 @@ from scheduler_svc.request import Request
 from scheduler_svc.round_loop import RoundLoop
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.text import TextCodec
-from scheduler_svc.validation import AlgorithmInfo, ParamInfo, Rules, parse_generate
+from scheduler_svc.validation import AlgorithmInfo, GenerateSpec, ParamInfo, Rules, parse_generate
 from scheduler_svc.workers import Link, WorkerLink
 
 CLOSE_POLL_S = 0.05
@@ -83,8 +83,23 @@ class Scheduler:
             spec = dataclasses.replace(spec, request_id=f"fdfo-{secrets.token_hex(8)}")
         if spec.request_id in self.live:
             raise AlreadyLive(spec.request_id)
+        request = self._new_request(spec)
+        queue_position = self.queue.push(request)
+        self.live[spec.request_id] = request
+        started = api.Started(
+            request_id=spec.request_id,
+            seed=request.seed,
+            queue_position=queue_position,
+            prompt_tokens=len(spec.prompt_ids),
+        )
+        request.events.put_nowait(api.GenerateResponse(started=started))
+        for loop in self.loops:
+            loop.wake()
+        return request
+
+    def _new_request(self, spec: GenerateSpec) -> Request:
         stop_ids = () if spec.ignore_eos else self.folder.stop_token_ids
-        request = Request(
+        return Request(
             spec=spec,
             seed=secrets.randbits(63) if spec.sampling.seed is None else spec.sampling.seed,
             block_size=self.folder.block_size,
@@ -99,18 +114,6 @@ class Scheduler:
             ),
             worker_stop_ids=sorted({*stop_ids, *spec.request_stop_ids}),
         )
-        queue_position = self.queue.push(request)
-        self.live[spec.request_id] = request
-        started = api.Started(
-            request_id=spec.request_id,
-            seed=request.seed,
-            queue_position=queue_position,
-            prompt_tokens=len(spec.prompt_ids),
-        )
-        request.events.put_nowait(api.GenerateResponse(started=started))
-        for loop in self.loops:
-            loop.wake()
-        return request
 
     def abort(self, request_id: str) -> bool:
         """End a request with reason ABORT, in whatever phase; False if it is not live."""

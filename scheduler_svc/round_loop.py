@@ -146,8 +146,18 @@ class RoundLoop:
         if not changes and (num_in_flight == limit or not self.running):
             return False
         continuing = list(self.running.values())
-        starts = [request.start_row(next(self.attempts)) for request in starting]
-        request = pb.RunRoundRequest(
+        request = self._round_message(starting, continuing)
+        self._last_round_id += 1
+        self._releases.clear()
+        self.running.update((row.spec.request_id, row) for row in starting)
+        rows = [(row, row.attempt) for row in starting + continuing]
+        reply = asyncio.create_task(self.link.run_round(request, self._timeout_s()))
+        self._in_flight.append(SentRound(self._last_round_id, rows, free_before - self._room.pages, reply))
+        log.debug("round_sent", round_id=request.round_id, starts=len(starting), continues=len(continuing))
+        return True
+
+    def _round_message(self, starting: list[Request], continuing: list[Request]) -> pb.RunRoundRequest:
+        return pb.RunRoundRequest(
             scheduler_id=self.link.scheduler_id,
             generation=self.generation,
             worker_epoch=self.epoch,
@@ -158,17 +168,9 @@ class RoundLoop:
             max_forwards=self.settings.max_forwards,
             max_round_ms=self.settings.max_round_ms,
             releases=row_names(self._releases),
-            starts=starts,
+            starts=[request.start_row(next(self.attempts)) for request in starting],
             continues=row_names([(row.spec.request_id, row.attempt) for row in continuing]),
         )
-        self._last_round_id += 1
-        self._releases.clear()
-        self.running.update((row.spec.request_id, row) for row in starting)
-        rows = [(row, row.attempt) for row in starting + continuing]
-        reply = asyncio.create_task(self.link.run_round(request, self._timeout_s()))
-        self._in_flight.append(SentRound(self._last_round_id, rows, free_before - self._room.pages, reply))
-        log.debug("round_sent", round_id=request.round_id, starts=len(starting), continues=len(continuing))
-        return True
 
     def _timeout_s(self) -> float:
         if not self.settings.dllm_fdfo:

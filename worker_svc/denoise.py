@@ -23,7 +23,7 @@ from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
 from worker_svc.model_runner import ModelRunner
 from worker_svc.replies import build_rows
-from worker_svc.rounds import Deliver, Ended, Round, RoundRequest, RoundRow, Session
+from worker_svc.rounds import Deliver, Round, RoundRequest, RoundRow, Session
 from worker_svc.rows import Phase, Row, RowName, SlotColumns
 from worker_svc.starts import BadStart, StartRules, decode_start
 
@@ -250,19 +250,7 @@ class DenoiseLoop:
             return RoundRow(None, pb.ROW_STATUS_NO_KV_SPACE)
         session.ended.pop(start.name.key, None)
         self.columns.write(slot, start)
-        row = session.rows[start.name.key] = Row(
-            name=start.name,
-            session=session,
-            slot=slot,
-            algorithm=start.algorithm,
-            samples=start.temperature > 0,
-            prompt_length=start.prompt_length,
-            limit_position=start.limit_position,
-            stop_token_ids=frozenset(start.stop_token_ids),
-            block_index=start.block_index,
-            prefix=start.prefix,
-            phase=Phase.PREFILL if start.block_index else Phase.DENOISE,
-        )
+        row = session.rows[start.name.key] = Row.resident(start, session, slot)
         return RoundRow(row)
 
     def _continue(self, session: Session, name: RowName, rolling: dict[str, list[int]]) -> RoundRow:
@@ -367,10 +355,7 @@ class DenoiseLoop:
             if row is not None:
                 row.entry = None
                 if entry.status == pb.ROW_STATUS_ENDED:
-                    round_id = round_.request.round_id
-                    session.ended[row.name.key] = Ended(
-                        row.name.attempt, entry.end_reason, entry.end_position, round_id
-                    )
+                    session.remember_end(row.name, entry)
                     self._free(row, pb.ROW_STATUS_ENDED)
         round_.work.allocator_calls += self.pool.num_calls - calls_before
         self.totals.rounds += 1

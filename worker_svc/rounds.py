@@ -133,6 +133,12 @@ class Session:
             self.ended = {key: end for key, end in self.ended.items() if end.round_id > acked}
         return self.active
 
+    def remember_end(self, name: RowName, entry: RoundRow) -> None:
+        """A row ended in the active round: a later `continue` of it is answered until the scheduler knows."""
+        assert self.active is not None
+        round_id = self.active.request.round_id
+        self.ended[name.key] = Ended(name.attempt, entry.end_reason, entry.end_position, round_id)
+
     def finish(self, reply: pb.RunRoundResponse) -> None:
         """The active round replies; the reply is kept for repeats until it is acknowledged."""
         assert self.active is not None

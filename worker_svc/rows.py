@@ -79,6 +79,23 @@ class Row:
     phase: Phase = Phase.PREFILL
     entry: RoundRow | None = None
 
+    @classmethod
+    def resident(cls, start: Start, session: Session, slot: int) -> Row:
+        """The row of a start that got its slot."""
+        return cls(
+            name=start.name,
+            session=session,
+            slot=slot,
+            algorithm=start.algorithm,
+            samples=start.temperature > 0,
+            prompt_length=start.prompt_length,
+            limit_position=start.limit_position,
+            stop_token_ids=frozenset(start.stop_token_ids),
+            block_index=start.block_index,
+            prefix=start.prefix,
+            phase=Phase.PREFILL if start.block_index else Phase.DENOISE,
+        )
+
 
 @dataclass
 class SlotColumns:

@@ -1,0 +1,149 @@
+"""The shipped model through the loop, against a loop without KV that recomputes everything in every step."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.model_folder import load_tokenizer, read_model_folder
+from common.packing import unpack_ids
+from fdfo.worker.v1 import worker_pb2 as pb
+from tests.algorithms.naive import NaiveRow, step_joint_threshold, step_low_confidence
+from tests.model.reference import reference_logits
+from tests.worker.scripted import Driver, names, start
+from worker_svc.algorithms import ALGORITHMS
+from worker_svc.attention import ATTENTION_BACKENDS
+from worker_svc.denoise import DenoiseLoop, LoopConfig
+from worker_svc.model_runner import TorchModelRunner
+from worker_svc.models.loading import load_model
+
+PATH = Path("models/tiny-llada2")
+FOLDER = read_model_folder(PATH)
+B, MASK = FOLDER.block_size, FOLDER.mask_token_id
+NAIVE_STEPS = {"LowConfidence": step_low_confidence, "JointThreshold": step_joint_threshold}
+
+
+@functools.cache
+def weights() -> dict[str, torch.Tensor]:
+    return load_file(PATH / "model.safetensors")
+
+
+def make_loop(*, batch_invariant: bool = False, chunk: int = 2048, page_size: int = B, slots: int = 16) -> DenoiseLoop:
+    torch.set_num_threads(1)
+    model = load_model(FOLDER, dtype=torch.float32, device="cpu")
+    runner = TorchModelRunner(model, ATTENTION_BACKENDS["torch"](), batch_invariant=batch_invariant)
+    config = LoopConfig("scripted", B, MASK, 1024, page_size, slots, 512 * B // page_size, chunk)
+    return DenoiseLoop(runner, config, lambda: 0.0)
+
+
+def text_ids(length: int) -> list[int]:
+    """Token ids of chat prompts one after the other, cut to length."""
+    tokenizer = load_tokenizer(PATH)
+    problems = [json.loads(line)["prompt"] for line in (PATH / "problems.jsonl").read_text().splitlines()[:40]]
+    text = "".join(f"<role>HUMAN</role>{problem}<|role_end|><role>ASSISTANT</role>" for problem in problems)
+    ids: list[int] = tokenizer.encode(text).ids
+    return ids[-length:]
+
+
+def start_row(name: str, prompt: list[int], algorithm: str, tokens_left: int = 600, **fields: Any) -> pb.StartRow:
+    assert MASK == 1  # as in the scripted model, whose helper this is
+    return start(name, prompt, tokens_left=tokens_left, algorithm=algorithm, **fields)
+
+
+def run_blocks(driver: Driver, row: pb.StartRow, num_blocks: int, mode: pb.Mode, max_forwards: int = 0) -> list[int]:
+    """Ids of the row's first done blocks."""
+    ids: list[int] = []
+    reply = driver.run(starts=[row], mode=mode, max_forwards=max_forwards)
+    ids += unpack_ids(reply.rows.done_ids)
+    while len(ids) < num_blocks * B:
+        named = names(row.request_id, attempt=row.attempt)
+        reply = driver.run(continues=named, mode=mode, max_forwards=max_forwards)
+        ids += unpack_ids(reply.rows.done_ids)
+    return ids
+
+
+def naive_blocks(prompt: list[int], num_blocks: int, algorithm: str, **params: float) -> list[int]:
+    """The same by a loop without KV: a pass over everything before and in the block for every step."""
+    values = {param.name: param.default for param in ALGORITHMS[algorithm].params} | params
+    sequence = prompt[: len(prompt) // B * B]
+    tail = prompt[len(sequence) :]
+    out: list[int] = []
+    for _ in range(num_blocks):
+        row = NaiveRow(
+            ids=tail + [MASK] * (B - len(tail)),
+            masked=[False] * len(tail) + [True] * (B - len(tail)),
+            editable=[False] * len(tail) + [True] * (B - len(tail)),
+            params=values,
+            mask_token_id=MASK,
+            block_index=len(sequence) // B,
+        )
+        done = False
+        while not done:
+            logits = reference_logits(weights(), FOLDER.config, sequence + row.ids, B)[-B:]
+            done = NAIVE_STEPS[algorithm](row, logits.tolist())
+            row.step_index += 1
+        sequence, tail = sequence + row.ids, []
+        out += row.ids
+    return out
+
+
+@pytest.mark.parametrize("algorithm", sorted(NAIVE_STEPS))
+@pytest.mark.parametrize("length", [1, B - 1, B, B + 1, 2 * B, 10 * B + 7])
+def test_fdfo_sync_and_the_naive_loop_agree(algorithm: str, length: int) -> None:
+    """One request, temperature 0: both modes give the same bytes, and the tokens of the loop without KV."""
+    prompt = text_ids(length)
+    row = start_row("a", prompt, algorithm)
+    fdfo = run_blocks(Driver(make_loop()), row, 2, pb.MODE_FDFO)
+    sync = run_blocks(Driver(make_loop()), row, 2, pb.MODE_SYNC)
+    assert fdfo == sync
+    assert fdfo == naive_blocks(prompt, 2, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", sorted(NAIVE_STEPS))
+@pytest.mark.parametrize("threshold", [0.05, 0.95])
+def test_thresholds_and_a_mask_token_in_the_prompt_agree_too(algorithm: str, threshold: float) -> None:
+    """The mask id as text in the prompt changes nothing about the equality, at any threshold."""
+    prompt = text_ids(B + 5)
+    prompt[3] = prompt[B + 1] = prompt[B + 2] = MASK
+    row = start_row("a", prompt, algorithm, algorithm_params={"threshold": threshold})
+    assert run_blocks(Driver(make_loop()), row, 1, pb.MODE_FDFO) == naive_blocks(
+        prompt, 1, algorithm, threshold=threshold
+    )
+
+
+def test_a_seeded_request_is_the_same_alone_in_company_and_moved() -> None:
+    """Batch-invariant, temperature 1: among 15 others, with other chunks and pages, a forward a round, moved in
+    mid-block to another worker."""
+    prompt = text_ids(3 * B + 9)
+    sampling = pb.SamplingParams(temperature=1.0, top_p=0.9, seed=(1 << 64) - 5)
+    row = start_row("me", prompt, "LowConfidence", sampling=sampling)
+    alone = run_blocks(Driver(make_loop(batch_invariant=True)), row, 2, pb.MODE_FDFO)
+    other = run_blocks(Driver(make_loop(batch_invariant=True, chunk=B, page_size=2 * B)), row, 2, pb.MODE_FDFO, 1)
+    assert alone == other
+
+    driver = Driver(make_loop(batch_invariant=True))
+    company = [
+        start_row(
+            f"o{n}",
+            text_ids(20 + 7 * n),
+            "LowConfidence" if n % 2 else "JointThreshold",
+            sampling=pb.SamplingParams(temperature=n % 3 / 2, top_p=1, seed=n),
+        )
+        for n in range(15)
+    ]
+    reply = driver.run(starts=[*company, row], mode=pb.MODE_SYNC)
+    assert unpack_ids(reply.rows.done_ids)[-B:] == alone[:B]
+
+    first = Driver(make_loop(batch_invariant=True)).run(starts=[row], max_forwards=3)
+    assert list(first.rows.has_block) == [True]
+    moved = start_row("me", prompt, "LowConfidence", sampling=sampling)
+    moved.attempt = 2
+    moved.block_ids, moved.block_mask = first.rows.block_ids, first.rows.block_masks
+    moved.step_count = first.rows.step_counts[0]
+    assert run_blocks(Driver(make_loop(batch_invariant=True)), moved, 2, pb.MODE_FDFO) == alone
