@@ -8,6 +8,8 @@ import itertools
 import secrets
 from collections.abc import Callable, Mapping
 
+import structlog
+
 from common.errors import AlreadyLive, Unavailable
 from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
@@ -22,6 +24,8 @@ from scheduler_svc.validation import AlgorithmInfo, GenerateSpec, ParamInfo, Rul
 from scheduler_svc.workers import Link, WorkerLink
 
 CLOSE_POLL_S = 0.05
+
+log = structlog.get_logger()
 
 
 class Scheduler:
@@ -46,6 +50,7 @@ class Scheduler:
         self._algorithm = settings.dllm_algorithm
         self._algorithm_params = algorithm_params
         self._rules: Rules | None = None
+        self._editing_algorithms: set[str] = set()  # not warned of yet
         self._rules_known = asyncio.Event()
         attempts = itertools.count(1)
         self.loops = [
@@ -83,6 +88,7 @@ class Scheduler:
             spec = dataclasses.replace(spec, request_id=f"fdfo-{secrets.token_hex(8)}")
         if spec.request_id in self.live:
             raise AlreadyLive(spec.request_id)
+        self._warn_of_editing(spec.algorithm)
         request = self._new_request(spec)
         queue_position = self.queue.push(request)
         self.live[spec.request_id] = request
@@ -96,6 +102,16 @@ class Scheduler:
         for loop in self.loops:
             loop.wake()
         return request
+
+    def _warn_of_editing(self, algorithm: str) -> None:
+        """Say once that an algorithm edits: no configuration tells whether a checkpoint was trained for that."""
+        if algorithm in self._editing_algorithms:
+            self._editing_algorithms.discard(algorithm)
+            log.warning(
+                "editing_algorithm",
+                algorithm=algorithm,
+                hint="its edits mean something only on checkpoints trained for editing, as LLaDA2.1; LLaDA2.0 is not",
+            )
 
     def _new_request(self, spec: GenerateSpec) -> Request:
         stop_ids = () if spec.ignore_eos else self.folder.stop_token_ids
@@ -165,6 +181,8 @@ class Scheduler:
             )
             for algorithm in info.algorithms
         }
+        if self._rules is None:
+            self._editing_algorithms = {algorithm.name for algorithm in info.algorithms if algorithm.edits}
         self._rules = Rules(
             codec=self._codec,
             folder=self.folder,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.model_folder import load_tokenizer, read_model_folder
-from common.packing import unpack_ids
+from common.packing import pack_bits, pack_ids, unpack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.algorithms.naive import NaiveRow, step_joint_threshold, step_low_confidence
 from tests.model.reference import reference_logits
@@ -68,24 +68,24 @@ def run_blocks(driver: Driver, row: pb.StartRow, num_blocks: int, mode: pb.Mode,
     return ids
 
 
-def naive_blocks(prompt: list[int], num_blocks: int, algorithm: str, **params: float) -> list[int]:
+def naive_blocks(prompt: list[int], num_blocks: int, algorithm: str, size: int = B, **params: float) -> list[int]:
     """The same by a loop without KV: a pass over everything before and in the block for every step."""
     values = {param.name: param.default for param in ALGORITHMS[algorithm].params} | params
-    sequence = prompt[: len(prompt) // B * B]
+    sequence = prompt[: len(prompt) // size * size]
     tail = prompt[len(sequence) :]
     out: list[int] = []
     for _ in range(num_blocks):
         row = NaiveRow(
-            ids=tail + [MASK] * (B - len(tail)),
-            masked=[False] * len(tail) + [True] * (B - len(tail)),
-            editable=[False] * len(tail) + [True] * (B - len(tail)),
+            ids=tail + [MASK] * (size - len(tail)),
+            masked=[False] * len(tail) + [True] * (size - len(tail)),
+            editable=[False] * len(tail) + [True] * (size - len(tail)),
             params=values,
             mask_token_id=MASK,
-            block_index=len(sequence) // B,
+            block_index=len(sequence) // size,
         )
         done = False
         while not done:
-            logits = reference_logits(weights(), FOLDER.config, sequence + row.ids, B)[-B:]
+            logits = reference_logits(weights(), FOLDER.config, sequence + row.ids, size)[-size:]
             done = NAIVE_STEPS[algorithm](row, logits.tolist())
             row.step_index += 1
         sequence, tail = sequence + row.ids, []
@@ -147,3 +147,26 @@ def test_a_seeded_request_is_the_same_alone_in_company_and_moved() -> None:
     moved.block_ids, moved.block_mask = first.rows.block_ids, first.rows.block_masks
     moved.step_count = first.rows.step_counts[0]
     assert run_blocks(Driver(make_loop(batch_invariant=True)), moved, 2, pb.MODE_FDFO) == alone
+
+
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_no_block_size_is_built_in(block_size: int) -> None:
+    """Blocks of 4 (as SDAR's) and 8 run the same loop: whole block, right grid, right bound."""
+    torch.set_num_threads(1)
+    runner = TorchModelRunner(load_model(FOLDER, dtype=torch.float32, device="cpu"), ATTENTION_BACKENDS["torch"]())
+    config = LoopConfig("scripted", block_size, MASK, 64, block_size, 2, 32, 16)
+    prompt = text_ids(2 * block_size + 1)
+    row = pb.StartRow(
+        request_id="a",
+        attempt=1,
+        prompt_length=len(prompt),
+        prefix_ids=pack_ids(prompt[: 2 * block_size]),
+        block_index=2,
+        block_ids=pack_ids(prompt[2 * block_size :] + [MASK] * (block_size - 1)),
+        block_mask=pack_bits([False] + [True] * (block_size - 1)),
+        algorithm="LowConfidence",
+        sampling=pb.SamplingParams(top_p=1),
+        tokens_left=30,
+    )
+    reply = Driver(DenoiseLoop(runner, config, lambda: 0.0)).run(starts=[row])
+    assert unpack_ids(reply.rows.done_ids) == naive_blocks(prompt, 1, "LowConfidence", block_size)

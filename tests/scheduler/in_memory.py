@@ -43,6 +43,7 @@ class InMemoryLink:
             algorithms=[
                 pb.AlgorithmInfo(
                     name=algorithm.name,
+                    edits=algorithm.edits,
                     params=[
                         pb.AlgorithmParam(
                             name=param.name,

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import structlog.testing
 
 from common.errors import AlreadyLive, InvalidField, QueueFull, ServiceError, Unavailable
 from common.model_folder import read_model_folder
@@ -406,3 +407,18 @@ def test_a_round_that_only_continues_names_rows_and_nothing_else() -> None:
     play(bench, scene)
     later: list[pb.RunRoundRequest] = bench.links[0].requests[1:]
     assert later and all(not request.starts and list(request.continues.request_ids) == ["a"] for request in later)
+
+
+def test_an_editing_algorithm_is_warned_of_once() -> None:
+    """Whoever uses JointThreshold is told that the checkpoint must be trained for it."""
+    bench = Bench(make_loop())
+
+    async def scene() -> None:
+        for name in ("plain", "one", "two"):
+            algorithm = "LowConfidence" if name == "plain" else "JointThreshold"
+            await bench.read(await bench.submit(name, effort(2), 31, algorithm=algorithm))
+
+    with structlog.testing.capture_logs() as logs:
+        play(bench, scene)
+    warnings = [entry for entry in logs if entry["event"] == "editing_algorithm"]
+    assert [entry["algorithm"] for entry in warnings] == ["JointThreshold"]
