@@ -107,8 +107,7 @@ class RoundLoop:
         log.info("worker_connected", target=self.link.target, worker_epoch=self.epoch, generation=self.generation)
 
     async def _serve(self) -> None:
-        heartbeat = await self.link.heartbeat(self.generation)  # drops what an older generation left there
-        self._update_room(heartbeat.pages, heartbeat.allowance)
+        await self._heartbeat()  # drops what an older generation left there
         while True:
             self._wake.clear()
             while self._send_next():
@@ -128,10 +127,16 @@ class RoundLoop:
         try:
             await asyncio.wait_for(self._wake.wait(), FULL_POLL_S if len(self.queue) else HEARTBEAT_EVERY_S)
         except TimeoutError:
-            heartbeat = await self.link.heartbeat(self.generation)
-            if heartbeat.draining:
-                raise WorkerLost("the worker is draining") from None
-            self._update_room(heartbeat.pages, heartbeat.allowance)
+            await self._heartbeat()
+
+    async def _heartbeat(self) -> None:
+        """Renew the lease and learn what is free. Raises WorkerLost for a worker that restarted or drains."""
+        heartbeat = await self.link.heartbeat(self.generation)
+        if heartbeat.worker_epoch != self.epoch:
+            raise WorkerLost(f"restarted: its epoch is {heartbeat.worker_epoch}")
+        if heartbeat.draining:
+            raise WorkerLost("the worker is draining")
+        self._update_room(heartbeat.pages, heartbeat.allowance)
 
     # Plan and send ----------------------------------------------------------------------------------------------
 

@@ -422,3 +422,18 @@ def test_an_editing_algorithm_is_warned_of_once() -> None:
         play(bench, scene)
     warnings = [entry for entry in logs if entry["event"] == "editing_algorithm"]
     assert [entry["algorithm"] for entry in warnings] == ["JointThreshold"]
+
+
+def test_an_idle_scheduler_sees_a_restarted_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeat carries the epoch: another one means that the worker must be met anew."""
+    monkeypatch.setattr("scheduler_svc.round_loop.HEARTBEAT_EVERY_S", 0.0)
+    bench = Bench(make_loop())
+
+    async def scene() -> None:
+        await bench.read(await bench.submit("a", effort(2), 31))
+        bench.links[0].loop = make_loop()
+        while bench.scheduler.loops[0].epoch != bench.links[0].loop.epoch:
+            await asyncio.sleep(0)
+        assert bench.scheduler.loops[0].generation == 2
+
+    play(bench, scene)
