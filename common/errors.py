@@ -26,6 +26,14 @@ REFUSAL_DOMAIN = "fdfo.worker"
 RefusalReason = Literal["EPOCH_CHANGED", "STALE_GENERATION", "ROUND_GAP", "OTHER_MODEL", "DRAINING"]
 
 
+# Texts travel in HTTP/2 metadata, whose limit is 16 KiB with the details; a user's value may be echoed in them.
+MAX_TEXT_CHARACTERS = 1000
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_TEXT_CHARACTERS else text[: MAX_TEXT_CHARACTERS - 1] + "…"
+
+
 class ServiceError(Exception):
     """Base of all; `str(error)` is the status message. One raised at start ends the process with that line."""
 
@@ -46,9 +54,9 @@ class InvalidField(ServiceError):
     code = grpc.StatusCode.INVALID_ARGUMENT
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
+        self.field = _short(field)
+        self.message = _short(message)
+        super().__init__(f"{self.field}: {self.message}")
 
     def detail(self) -> Message:
         violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
@@ -100,7 +108,7 @@ class Refused(ServiceError):
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:
     """End the RPC with the error's status, message and detail."""
-    status = status_pb2.Status(code=error.code.value[0], message=str(error))
+    status = status_pb2.Status(code=error.code.value[0], message=_short(str(error)))
     detail = error.detail()
     if detail is not None:
         packed = AnyMessage()

@@ -15,7 +15,7 @@ from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from common.settings import parse_settings
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
-from scheduler_svc.core import Scheduler
+from scheduler_svc.core import BadDefaults, Scheduler
 from scheduler_svc.server import SERVICE_NAME, SchedulerServicer
 from scheduler_svc.settings import SchedulerSettings
 
@@ -62,7 +62,11 @@ async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_para
     service.set_serving(False)
     log.info("stopping", live_requests=len(scheduler.live))
     if not stop.done():
-        log.error("round_loop_failed", exc_info=loops.exception())
+        failure = loops.exception()
+        if isinstance(failure, ExceptionGroup) and isinstance(failure.exceptions[0], BadDefaults):
+            log.error("bad_defaults", reason=str(failure.exceptions[0]))
+        else:
+            log.error("round_loop_failed", exc_info=failure)
     await scheduler.close(STOP_GRACE_S if stop.done() else 0)
     await service.stop(STOP_GRACE_S)
     loops.cancel()

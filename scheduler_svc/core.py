@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from common.errors import AlreadyLive, Unavailable
+from common.errors import AlreadyLive, InvalidField, Unavailable
 from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
@@ -20,12 +20,16 @@ from scheduler_svc.request import Request
 from scheduler_svc.round_loop import RoundLoop
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.text import TextCodec
-from scheduler_svc.validation import AlgorithmInfo, GenerateSpec, ParamInfo, Rules, parse_generate
+from scheduler_svc.validation import AlgorithmInfo, GenerateSpec, ParamInfo, Rules, check_defaults, parse_generate
 from scheduler_svc.workers import Link, WorkerLink
 
 CLOSE_POLL_S = 0.05
 
 log = structlog.get_logger()
+
+
+class BadDefaults(Exception):
+    """One line: the default algorithm or its parameters are not what the worker serves."""
 
 
 class Scheduler:
@@ -165,7 +169,8 @@ class Scheduler:
             loop.release(request)
 
     def _check_worker(self, info: pb.GetWorkerInfoResponse) -> None:
-        """Learn what a worker can do; raises ValueError for one that does not serve our model."""
+        """Learn what a worker can do; raises ValueError for one that does not serve our model,
+        and BadDefaults when it serves the model but not what we were started with."""
         if info.fingerprint != self.folder.fingerprint:
             raise ValueError(
                 f"another model: its fingerprint is {info.fingerprint[:12]}, ours {self.folder.fingerprint[:12]}; "
@@ -183,7 +188,7 @@ class Scheduler:
         }
         if self._rules is None:
             self._editing_algorithms = {algorithm.name for algorithm in info.algorithms if algorithm.edits}
-        self._rules = Rules(
+        rules = Rules(
             codec=self._codec,
             folder=self.folder,
             default_algorithm=self._algorithm,
@@ -191,6 +196,11 @@ class Scheduler:
             algorithms=algorithms,
             max_tokens_in_pool=info.pages.total * info.page_size,
         )
+        try:
+            check_defaults(rules)
+        except InvalidField as error:
+            raise BadDefaults(f"--dllm-algorithm or --dllm-algorithm-config: {error.message}") from None
+        self._rules = rules
         self._rules_known.set()
 
     def info(self) -> api.GetServerInfoResponse:

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from common.errors import InvalidField
+from common.limits import MAX_REQUEST_STOP_TOKEN_IDS
 from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import scheduler_pb2
 from scheduler_svc.text import TextCodec
@@ -18,7 +19,6 @@ from scheduler_svc.text import TextCodec
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
-MAX_STOP_TOKEN_IDS = 256
 MAX_TEMPERATURE = 2.0
 # Draws are keyed by a signed 64-bit number on the device.
 MAX_SEED = 2**63 - 1
@@ -133,6 +133,11 @@ def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> Gene
     )
 
 
+def check_defaults(rules: Rules) -> None:
+    """Raises InvalidField if the server's own defaults are not what its workers serve."""
+    _algorithm_params(rules.default_algorithm, rules.default_params, rules)
+
+
 def _refuse_unknown_fields(message: Message, path: str) -> None:
     """A newer client's field would be ignored in silence otherwise."""
     unknown = UnknownFieldSet(message)
@@ -196,8 +201,8 @@ def _stop_strings(stop: Iterable[str]) -> tuple[str, ...]:
 
 def _request_stop_ids(stop_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     ids = tuple(stop_token_ids)
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidField("stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids; it has {len(ids)}")
+    if len(ids) > MAX_REQUEST_STOP_TOKEN_IDS:
+        raise InvalidField("stop_token_ids", f"must have at most {MAX_REQUEST_STOP_TOKEN_IDS} ids; it has {len(ids)}")
     for i, token_id in enumerate(ids):
         if token_id >= vocab_size:
             raise InvalidField(f"stop_token_ids[{i}]", f"must be below {vocab_size}, not {token_id}")

@@ -80,6 +80,8 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
             log.info("loading", mib_read=bytes_read >> 20, mib_total=bytes_total >> 20)
 
     device = torch.device(settings.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(f"--device {settings.device}: this torch ({torch.__version__}) finds no CUDA device")
     dtype = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     model = load_model(folder, dtype=dtype, device=device, on_progress=on_progress)
     attention = ATTENTION_BACKENDS[settings.attention_backend]()

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from common.limits import MAX_ROW_STOP_TOKEN_IDS
 from worker_svc.algorithms import ALGORITHMS
 from worker_svc.algorithms.base import SamplingColumns
 
 if TYPE_CHECKING:
     from worker_svc.rounds import RoundRow, Session
-
-MAX_STOP_TOKEN_IDS = 64  # per row; the width of the device column
 
 
 class RowKey(NamedTuple):
@@ -124,7 +123,7 @@ class SlotColumns:
         self.max_steps = integers(slots)
         self.prompt_length = integers(slots)
         self.limit_position = integers(slots)
-        self.stop_token_ids = integers(slots, MAX_STOP_TOKEN_IDS)  # padded with -1
+        self.stop_token_ids = integers(slots, MAX_ROW_STOP_TOKEN_IDS)  # padded with -1
         self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
         self.top_k, self.seed, self.sample_index = integers(slots), integers(slots), integers(slots)
         self.offsets = torch.arange(size, device=device)
@@ -143,7 +142,9 @@ class SlotColumns:
         self.prompt_length[slot] = start.prompt_length
         self.limit_position[slot] = start.limit_position
         stops = start.stop_token_ids
-        self.stop_token_ids[slot] = torch.tensor(stops + [-1] * (MAX_STOP_TOKEN_IDS - len(stops)), device=self.device)
+        self.stop_token_ids[slot] = torch.tensor(
+            stops + [-1] * (MAX_ROW_STOP_TOKEN_IDS - len(stops)), device=self.device
+        )
         self.temperature[slot] = start.temperature
         self.top_p[slot] = start.top_p
         self.min_p[slot] = start.min_p

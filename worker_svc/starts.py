@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.limits import MAX_ROW_STOP_TOKEN_IDS
 from common.packing import unpack_bits
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.algorithms import ALGORITHMS
 from worker_svc.algorithms.base import DllmAlgorithm
-from worker_svc.rows import MAX_STOP_TOKEN_IDS, RowKey, RowName, Start
+from worker_svc.rows import RowKey, RowName, Start
 
 
 class BadStart(ValueError):
@@ -60,7 +61,7 @@ def decode_start(start: pb.StartRow, rules: StartRules) -> Start:
     _check(0 < sampling.top_p <= 1, "sampling.top_p: above 0, at most 1")
     _check(0 <= sampling.min_p <= 1, "sampling.min_p: 0 to 1")
     stops = list(dict.fromkeys(start.stop_token_ids))
-    _check(len(stops) <= MAX_STOP_TOKEN_IDS, f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}")
+    _check(len(stops) <= MAX_ROW_STOP_TOKEN_IDS, f"stop_token_ids: at most {MAX_ROW_STOP_TOKEN_IDS}")
     _check(all(stop < rules.vocab_size for stop in stops), "stop_token_ids: outside the vocabulary")
     limit_position = block_start + num_prompt + start.tokens_left
     _check(

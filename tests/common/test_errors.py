@@ -133,3 +133,9 @@ def test_a_detail_that_contradicts_its_status_is_no_refusal() -> None:
     got = _error_of_call(call)
     assert got.code() == grpc.StatusCode.ABORTED
     assert refusal_reason(got) is None
+
+
+def test_a_long_value_in_a_refusal_is_cut() -> None:
+    """What a user sent may be echoed, but never so long that the status itself cannot travel."""
+    error = InvalidField("algorithm", "unknown algorithm " + "x" * 100_000)
+    assert len(str(error)) < 2100

@@ -14,7 +14,7 @@ from common.errors import AlreadyLive, InvalidField, QueueFull, ServiceError, Un
 from common.model_folder import read_model_folder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
-from scheduler_svc.core import Scheduler
+from scheduler_svc.core import BadDefaults, Scheduler
 from scheduler_svc.request import Request
 from scheduler_svc.settings import SchedulerSettings
 from tests.scheduler.in_memory import InMemoryLink
@@ -437,3 +437,36 @@ def test_an_idle_scheduler_sees_a_restarted_worker(monkeypatch: pytest.MonkeyPat
         assert bench.scheduler.loops[0].generation == 2
 
     play(bench, scene)
+
+
+def test_as_many_stop_token_ids_as_are_allowed_run_beside_the_models_own() -> None:
+    """The edge's limit fits the worker's; one more is refused by name."""
+    bench = Bench(make_loop())
+
+    async def scene() -> None:
+        others = [token for token in range(100, 300) if token not in FOLDER.stop_token_ids]
+        allowed = await bench.submit("a", effort(2), 31, stop_token_ids=[*others[:61], 50, 51, 52])
+        assert (await bench.read(allowed))[0] == expected(1, 31)
+        with pytest.raises(InvalidField) as caught:
+            await bench.submit("b", effort(2), 31, stop_token_ids=others[:65])
+        assert caught.value.field == "stop_token_ids"
+
+    vocabulary = ScriptedRunner()
+    vocabulary.vocab_size = 512
+    bench = Bench(make_loop(runner=vocabulary))
+    play(bench, scene)
+
+
+@pytest.mark.parametrize(("algorithm", "params"), [("Nonesuch", {}), ("LowConfidence", {"speed": 1.0})])
+def test_defaults_that_no_worker_serves_end_the_scheduler(algorithm: str, params: dict[str, float]) -> None:
+    """A wrong --dllm-algorithm or a wrong parameter is said at the first worker, not at every request."""
+    loop = make_loop()
+
+    async def scene() -> None:
+        settings = SchedulerSettings(model_path=Path("models/tiny-llada2"), dllm_algorithm=algorithm)
+        scheduler = Scheduler(FOLDER, settings, params, lambda _, name: InMemoryLink(loop, name, 1024))
+        with pytest.raises(ExceptionGroup) as caught:
+            await scheduler.run()
+        assert isinstance(caught.value.exceptions[0], BadDefaults)
+
+    asyncio.run(scene())

@@ -169,7 +169,7 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
     "stop too long": (api.GenerateRequest(text="x", stop=["a" * 257]), "stop[0]", "it has 257"),
     "stop too many": (api.GenerateRequest(text="x", stop=["a"] * 17), "stop", "at most 16"),
     "stop id": (api.GenerateRequest(text="x", stop_token_ids=[3, 512]), "stop_token_ids[1]", "below 512"),
-    "stop ids too many": (api.GenerateRequest(text="x", stop_token_ids=[3] * 257), "stop_token_ids", "at most 256"),
+    "stop ids too many": (api.GenerateRequest(text="x", stop_token_ids=[3] * 257), "stop_token_ids", "at most 64"),
     "algorithm": (
         api.GenerateRequest(text="x", algorithm="Magic"),
         "algorithm",
