@@ -22,6 +22,27 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+def algorithm_infos() -> list[pb.AlgorithmInfo]:
+    """What this worker's algorithms take."""
+    return [
+        pb.AlgorithmInfo(
+            name=algorithm.name,
+            edits=algorithm.edits,
+            params=[
+                pb.AlgorithmParam(
+                    name=param.name,
+                    default_value=param.default,
+                    min_value=param.min_value,
+                    max_value=param.max_value,
+                    is_integer=param.is_integer,
+                )
+                for param in algorithm.params
+            ],
+        )
+        for algorithm in ALGORITHMS.values()
+    ]
+
+
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """WorkerService over one Executor; see worker.proto for the meaning of each call."""
 
@@ -44,23 +65,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             device=str(loop.runner.device),
             attention_backend=settings.attention_backend,
             batch_invariant=settings.batch_invariant,
-            algorithms=[
-                pb.AlgorithmInfo(
-                    name=algorithm.name,
-                    edits=algorithm.edits,
-                    params=[
-                        pb.AlgorithmParam(
-                            name=param.name,
-                            default_value=param.default,
-                            min_value=param.min_value,
-                            max_value=param.max_value,
-                            is_integer=param.is_integer,
-                        )
-                        for param in algorithm.params
-                    ],
-                )
-                for algorithm in ALGORITHMS.values()
-            ],
+            algorithms=algorithm_infos(),
         )
 
     async def RunRound(self, request: pb.RunRoundRequest, context: Context) -> pb.RunRoundResponse:

@@ -7,9 +7,9 @@ import asyncio
 from common.errors import Refused, ServiceError
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.workers import WorkerLost
-from worker_svc.algorithms import ALGORITHMS
 from worker_svc.denoise import DenoiseLoop, page_usage_message
 from worker_svc.rounds import RoundRequest
+from worker_svc.server import algorithm_infos
 from worker_svc.wire import decode_round
 
 EVENT_LOOP_PASSES_A_FORWARD = 12
@@ -40,23 +40,7 @@ class InMemoryLink:
             context_length=self.context_length,
             max_running_requests=config.num_slots,
             pages=page_usage_message(self.loop.pool.usage()),
-            algorithms=[
-                pb.AlgorithmInfo(
-                    name=algorithm.name,
-                    edits=algorithm.edits,
-                    params=[
-                        pb.AlgorithmParam(
-                            name=param.name,
-                            default_value=param.default,
-                            min_value=param.min_value,
-                            max_value=param.max_value,
-                            is_integer=param.is_integer,
-                        )
-                        for param in algorithm.params
-                    ],
-                )
-                for algorithm in ALGORITHMS.values()
-            ],
+            algorithms=algorithm_infos(),
         )
 
     async def run_round(self, request: pb.RunRoundRequest, timeout_s: float) -> pb.RunRoundResponse:
