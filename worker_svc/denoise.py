@@ -62,7 +62,6 @@ class LoopState:
     slots_used: int
     counters: pb.WorkerCounters
     draining: bool
-    allowances: dict[str, pb.Allowance]
 
 
 class DenoiseLoop:
@@ -158,7 +157,6 @@ class DenoiseLoop:
             slots_used=self.slots.num_slots - self.slots.num_free,
             counters=counters,
             draining=self.draining,
-            allowances={name: self.allowance(session) for name, session in self.sessions.items()},
         )
 
     def allowance(self, session: Session) -> pb.Allowance:

@@ -90,7 +90,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         try:
             check_scheduler_id(request.scheduler_id)
-            await self._executor.call(lambda loop: loop.touch(request.scheduler_id, request.generation))
+            allowance = await self._executor.call(
+                lambda loop: loop.allowance(loop.touch(request.scheduler_id, request.generation))
+            )
         except ServiceError as error:
             await abort_with(context, error)
         state = self._executor.state
@@ -98,7 +100,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker_epoch=self._epoch,
             draining=state.draining,
             pages=page_usage_message(state.pages),
-            allowance=state.allowances.get(request.scheduler_id),
+            allowance=allowance,
         )
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Context) -> pb.GetWorkerInfoResponse:
