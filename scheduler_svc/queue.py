@@ -23,14 +23,10 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def check_room(self) -> None:
-        """Raises QueueFull if a new request would not be taken."""
-        if len(self._waiting) >= self._max_queued:
-            raise QueueFull(RETRY_AFTER_S)
-
     def push(self, request: Request) -> int:
         """Add a new request at the end; returns how many are before it. Raises QueueFull."""
-        self.check_room()
+        if len(self._waiting) >= self._max_queued:
+            raise QueueFull(RETRY_AFTER_S)
         self._waiting.append(request)
         return len(self._waiting) - 1
 

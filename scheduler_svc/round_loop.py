@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from common.errors import ServiceError
+from common.errors import Internal
 from common.packing import packed_bits_size, unpack_ids
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
@@ -232,7 +232,7 @@ class RoundLoop:
         if status == pb.ROW_STATUS_ENDED:
             del self.running[name]
             if not request.is_finished:
-                request.fail(ServiceError("the worker ended the request where the scheduler sees no end"))
+                request.fail(Internal("the worker ended the request where the scheduler sees no end"))
         elif request.is_finished:
             self.release(request)
         elif status == pb.ROW_STATUS_NO_KV_SPACE:
@@ -249,7 +249,7 @@ class RoundLoop:
         elif status in (pb.ROW_STATUS_BAD_STATE, pb.ROW_STATUS_BAD_NUMERICS):
             del self.running[name]
             log.error("row_failed", request_id=name, status=pb.RowStatus.Name(status), error=error)
-            request.fail(ServiceError(f"{pb.RowStatus.Name(status)}: {error}"))
+            request.fail(Internal(f"{pb.RowStatus.Name(status)}: {error}"))
         return False
 
     def _update_room(self, pages: pb.PageUsage, allowance: pb.Allowance) -> None:
