@@ -20,6 +20,7 @@ class Architecture:
     """What the published configuration of an architecture leaves out.
 
     Special ids are looked up by token text first, because small checkpoints move them; the ids here come second.
+    `has_weights`: False for what computes from its configuration alone.
     """
 
     block_size: int
@@ -27,6 +28,7 @@ class Architecture:
     stop_token_texts: tuple[str, ...]
     mask_token_id: int
     stop_token_ids: tuple[int, ...]
+    has_weights: bool = True
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -36,6 +38,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         stop_token_texts=("<|endoftext|>", "<|role_end|>"),
         mask_token_id=156895,
         stop_token_ids=(156892, 156900),
+    ),
+    # A device that only behaves like one; see worker_svc/simulated.py.
+    "SimulatedBlockModel": Architecture(
+        block_size=32,
+        mask_token_text="<|mask|>",
+        stop_token_texts=("<|endoftext|>",),
+        mask_token_id=1,
+        stop_token_ids=(0,),
+        has_weights=False,
     ),
 }
 
@@ -109,7 +120,7 @@ def read_model_folder(
         mask_token_id=mask_token_id,
         stop_token_ids=stop_token_ids,
         context_length=context_length,
-        fingerprint=_fingerprint(path, config_bytes, tokenizer, block_size),
+        fingerprint=_fingerprint(path, config_bytes, tokenizer, block_size, architecture.has_weights),
         config=config,
     )
 
@@ -267,7 +278,7 @@ def _stop_token_ids(path: Path, architecture: Architecture, tokenizer: Tokenizer
     return tuple(sorted(found))
 
 
-def _fingerprint(path: Path, config_bytes: bytes, tokenizer: Tokenizer, block_size: int) -> str:
+def _fingerprint(path: Path, config_bytes: bytes, tokenizer: Tokenizer, block_size: int, has_weights: bool) -> str:
     """Depends on the files' content, never on where the folder lies."""
     file = path / "tokenizer.json"
     try:
@@ -277,7 +288,7 @@ def _fingerprint(path: Path, config_bytes: bytes, tokenizer: Tokenizer, block_si
     template = read_chat_template(path)
     digest = hashlib.sha256()
     parts = (config_bytes, tokenizer_bytes, b"" if template is None else template.encode(), b"%d" % block_size)
-    for part in (*parts, *_weight_index(path)):
+    for part in (*parts, *(_weight_index(path) if has_weights else ())):
         # Each part with its length: moving a byte from one part to the next must not give the same hash.
         digest.update(b"%d:" % len(part))
         digest.update(part)

@@ -98,6 +98,7 @@ class ServerCounters:
     """Totals since the scheduler started.
 
     A denoise row-forward is one row in one forward; a waiting one is a done row that kept its place in a sync round.
+    Times are sums: of the device in forwards and steps, of rounds from sending to reply, and of the scheduler itself.
     """
 
     requests_finished: int
@@ -111,18 +112,22 @@ class ServerCounters:
     blocks_done: int
     restarts: int
     preemptions: int
+    allocator_calls: int
     device_ms: float
+    round_trip_ms: float
+    host_ms: float
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a scheduler serves, and how busy it is."""
+    """What a scheduler serves, and how busy it is. Ids below `num_tokens` may stand in a prompt."""
 
     scheduler_id: str
     version: str
     served_model_name: str
     fingerprint: str
     block_size: int
+    num_tokens: int
     context_length: int
     algorithm: str
     fdfo: bool
@@ -170,6 +175,7 @@ def server_info_from_proto(info: pb.GetServerInfoResponse) -> ServerInfo:
         served_model_name=info.served_model_name,
         fingerprint=info.fingerprint,
         block_size=info.block_size,
+        num_tokens=info.num_tokens,
         context_length=info.context_length,
         algorithm=info.algorithm,
         fdfo=info.fdfo,
@@ -204,6 +210,9 @@ def server_info_from_proto(info: pb.GetServerInfoResponse) -> ServerInfo:
             blocks_done=counters.blocks_done,
             restarts=counters.restarts,
             preemptions=counters.preemptions,
+            allocator_calls=counters.allocator_calls,
             device_ms=counters.device_ms,
+            round_trip_ms=counters.round_trip_ms,
+            host_ms=counters.host_ms,
         ),
     )

@@ -210,6 +210,7 @@ class Scheduler:
             fingerprint=self.folder.fingerprint,
             block_size=self.folder.block_size,
             context_length=self.folder.context_length,
+            num_tokens=self.folder.num_tokens,
             algorithm=self._algorithm,
             fdfo=self.settings.dllm_fdfo,
             queued=len(self.queue),

@@ -110,8 +110,10 @@ class RoundLoop:
         await self._heartbeat()  # drops what an older generation left there
         while True:
             self._wake.clear()
+            planning_at = self._now()
             while self._send_next():
                 pass
+            self.counters.host_ms += (self._now() - planning_at) * 1000
             if self._in_flight:
                 woken = asyncio.create_task(self._wake.wait())
                 await asyncio.wait({woken, self._in_flight[0].reply}, return_when=asyncio.FIRST_COMPLETED)
@@ -156,10 +158,16 @@ class RoundLoop:
         self._releases.clear()
         self.running.update((row.spec.request_id, row) for row in starting)
         rows = [(row, row.attempt) for row in starting + continuing]
-        reply = asyncio.create_task(self.link.run_round(request, self._timeout_s()))
+        reply = asyncio.create_task(self._run_round(request))
         self._in_flight.append(SentRound(self._last_round_id, rows, free_before - self._room.pages, reply))
         log.debug("round_sent", round_id=request.round_id, starts=len(starting), continues=len(continuing))
         return True
+
+    async def _run_round(self, request: pb.RunRoundRequest) -> pb.RunRoundResponse:
+        sent_at = self._now()
+        reply = await self.link.run_round(request, self._timeout_s())
+        self.counters.round_trip_ms += (self._now() - sent_at) * 1000
+        return reply
 
     def _round_message(self, starting: list[Request], continuing: list[Request]) -> pb.RunRoundRequest:
         return pb.RunRoundRequest(
@@ -187,6 +195,7 @@ class RoundLoop:
 
     def _apply(self, sent: SentRound, reply: pb.RunRoundResponse) -> None:
         """Everything a reply says, in the order of its rows."""
+        applying_at = self._now()
         self._acked_round_id = sent.round_id
         self._count(reply)
         rows, size = reply.rows, len(reply.rows.statuses)
@@ -220,6 +229,7 @@ class RoundLoop:
                 back.append(request)
         self.queue.push_front(back)
         self._update_room(reply.pages, reply.allowance)
+        self.counters.host_ms += (self._now() - applying_at) * 1000
         if reply.draining:
             raise WorkerLost("the worker is draining")
 
@@ -261,6 +271,11 @@ class RoundLoop:
             page_size=self._room.page_size,
         )
 
+    @staticmethod
+    def _now() -> float:
+        """Seconds of the event loop's clock."""
+        return asyncio.get_running_loop().time()
+
     def _count(self, reply: pb.RunRoundResponse) -> None:
         counters, work = self.counters, reply.work
         counters.rounds += 1
@@ -269,6 +284,7 @@ class RoundLoop:
         counters.denoise_row_forwards += work.denoise_row_forwards
         counters.waiting_row_forwards += work.waiting_row_forwards
         counters.prefill_tokens += work.prefill_tokens
+        counters.allocator_calls += work.allocator_calls
 
     async def _requeue_all(self) -> None:
         """The worker is lost: everything it ran starts anew from what we hold."""

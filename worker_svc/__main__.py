@@ -18,10 +18,11 @@ from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from common.settings import parse_settings
 from fdfo.worker.v1 import worker_pb2_grpc
+from worker_svc import simulated
 from worker_svc.attention import ATTENTION_BACKENDS
 from worker_svc.denoise import DenoiseLoop, LoopConfig
 from worker_svc.executor import Executor
-from worker_svc.model_runner import TorchModelRunner
+from worker_svc.model_runner import ModelRunner, TorchModelRunner
 from worker_svc.models.loading import CheckpointError, load_model
 from worker_svc.server import SERVICE_NAME, WorkerServicer
 from worker_svc.settings import WorkerSettings
@@ -64,14 +65,17 @@ def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
     )
 
 
-def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
-    """The model behind a warm loop."""
-    torch.set_num_threads(1 if settings.batch_invariant else settings.num_threads)
-    folder = read_model_folder(settings.model_path, context_length=settings.context_length)
-    config = loop_config(folder, settings)
-    started_at = time.monotonic()
-
-    last_report_at = started_at
+def load_runner(folder: ModelFolder, settings: WorkerSettings) -> ModelRunner:
+    """The folder's model on its device. Raises SettingsError naming the flag, or CheckpointError."""
+    device = torch.device(settings.device)
+    if folder.architecture == simulated.ARCHITECTURE:
+        if device.type != "cpu" or settings.dtype != "auto":
+            raise SettingsError(f"--device, --dtype: {folder.path} is simulated; leave them out")
+        time_line = simulated.TimeLine(time.monotonic, time.sleep, simulated.usual_overshoot_s())
+        return simulated.SimulatedRunner(folder, time_line)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(f"--device {settings.device}: this torch ({torch.__version__}) finds no CUDA device")
+    last_report_at = time.monotonic()
 
     def on_progress(bytes_read: int, bytes_total: int) -> None:
         nonlocal last_report_at
@@ -79,13 +83,19 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
             last_report_at = time.monotonic()
             log.info("loading", mib_read=bytes_read >> 20, mib_total=bytes_total >> 20)
 
-    device = torch.device(settings.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"--device {settings.device}: this torch ({torch.__version__}) finds no CUDA device")
     dtype = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     model = load_model(folder, dtype=dtype, device=device, on_progress=on_progress)
     attention = ATTENTION_BACKENDS[settings.attention_backend]()
-    runner = TorchModelRunner(model, attention, batch_invariant=settings.batch_invariant)
+    return TorchModelRunner(model, attention, batch_invariant=settings.batch_invariant)
+
+
+def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
+    """The model behind a warm loop."""
+    torch.set_num_threads(1 if settings.batch_invariant else settings.num_threads)
+    folder = read_model_folder(settings.model_path, context_length=settings.context_length)
+    config = loop_config(folder, settings)
+    started_at = time.monotonic()
+    runner = load_runner(folder, settings)
     loop = DenoiseLoop(runner, config, time.monotonic)
     warm_up(loop)
     log.info(
@@ -93,7 +103,7 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
         model=str(folder.path),
         fingerprint=folder.fingerprint[:12],
         dtype=str(runner.dtype),
-        device=str(device),
+        device=str(runner.device),
         kv_tokens=config.num_pages * config.page_size,
         num_threads=torch.get_num_threads(),
         load_s=round(time.monotonic() - started_at, 2),

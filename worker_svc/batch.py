@@ -110,8 +110,9 @@ def forward_input(batch: Batch, chunks: Sequence[Chunk], columns: SlotColumns) -
         if chunk is not None:
             first_block = chunk.first_block
             prefixes.append((first_unit, row.prefix[first_block : first_block + chunk.num_blocks]))
-        num_units = (chunk.num_blocks if chunk else 0) + own_block
-        segments.append(Segment(first_unit, num_units, first_block))
+        num_prefill_units = chunk.num_blocks if chunk else 0
+        num_units = num_prefill_units + own_block
+        segments.append(Segment(first_unit, num_units, first_block, num_prefill_units))
         slots.extend([row.slot] * num_units)
         blocks.extend(range(first_block, first_block + num_units))
         if own_block:

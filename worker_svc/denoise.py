@@ -89,16 +89,18 @@ class DenoiseLoop:
         self.slots = SlotTable(self.kv, self.pool)
         self.columns = SlotColumns(config.num_slots, config.block_size, runner.device)
         self._start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
-        self._clock = clock
+        self.clock = clock
         self._batch: Batch | None = None
         self._tally: list[tuple[Round, int, int]] = []  # denoising and waiting rows of the batch by round
         self._past_generations: dict[str, int] = {}
         self._last_refusal_at = float("-inf")
+        self._forward_ended_at = 0.0
 
     # What schedulers ask ----------------------------------------------------------------------------------------
 
     def submit(self, request: RoundRequest, deliver: Deliver) -> None:
         """Take a round; `deliver` is called once, with its reply or with the error that refuses it."""
+        request.arrived_at = request.arrived_at or self.clock()
         if request.worker_epoch != self.epoch:
             return deliver(Refused("EPOCH_CHANGED", f"worker_epoch: this worker is {self.epoch}; ask GetWorkerInfo"))
         if request.fingerprint != self.config.fingerprint:
@@ -127,13 +129,13 @@ class DenoiseLoop:
             session = None
         if session is None:
             session = self.sessions[scheduler_id] = Session(scheduler_id, generation)
-        session.last_seen = self._clock()
+        session.last_seen = self.clock()
         return session
 
     def renew(self, scheduler_id: str) -> None:
         """Renew the lease of a scheduler that is known here, whatever its generation."""
         if scheduler_id in self.sessions:
-            self.sessions[scheduler_id].last_seen = self._clock()
+            self.sessions[scheduler_id].last_seen = self.clock()
 
     def release(self, session: Session, names: Iterable[RowName]) -> None:
         """Free rows at this boundary; unknown ones are ignored."""
@@ -161,7 +163,7 @@ class DenoiseLoop:
 
     def allowance(self, session: Session) -> pb.Allowance:
         """All that is free while nobody was refused in the last second, else an even share of the whole."""
-        if self._clock() - self._last_refusal_at < REFUSAL_MEMORY_S:
+        if self.clock() - self._last_refusal_at < REFUSAL_MEMORY_S:
             num_sessions = len(self.sessions)
             return pb.Allowance(rows=self.slots.num_slots // num_sessions, pages=self.pool.total // num_sessions)
         own_pages = sum(self.slots.num_pages(row.slot) for row in session.rows.values())
@@ -177,12 +179,15 @@ class DenoiseLoop:
             self._boundary(session)
         if not any(session.active for session in self.sessions.values()):
             return False
-        started_at = self._clock()
         chunks = self._plan_prefill()
         batch = self._batch = self._batch or self._build_batch()
-        logits = self.runner.forward(forward_input(batch, chunks, self.columns), self.kv)
+        inputs = forward_input(batch, chunks, self.columns)
+        launched_at = self.clock()
+        logits = self.runner.forward(inputs, self.kv)
         flagged = step(batch, logits, self.columns, self.config.mask_token_id) if batch.rows else []
-        self._account(chunks, started_at)
+        device_ms = self.runner.finish()
+        self._forward_ended_at = self.clock()
+        self._account(chunks, launched_at, device_ms)
         for place, flags in flagged:
             self._settle(batch.rows[place], flags)
         return True
@@ -208,13 +213,15 @@ class DenoiseLoop:
             return False
         if 0 < round_.request.max_forwards <= round_.work.forwards:
             return True
-        elapsed_ms = (self._clock() - round_.first_forward_at) * 1000
+        elapsed_ms = (self.clock() - round_.first_forward_at) * 1000
         return round_.eventful or session.next_waits_with_changes or elapsed_ms >= round_.request.max_round_ms
 
     def _begin(self, session: Session) -> None:
         """Releases, then starts, then continues of the round that became active."""
         round_ = session.active
         assert round_ is not None
+        round_.begun_at = self.clock()
+        round_.work.queued_ms = (round_.begun_at - round_.request.arrived_at) * 1000
         calls_before = self.pool.num_calls
         self.release(session, round_.request.releases)
         round_.rows = [self._start(session, start) for start in round_.request.starts]
@@ -244,7 +251,7 @@ class DenoiseLoop:
             self._free(older, pb.ROW_STATUS_RELEASED)
         slot = self.slots.open((start.block_index + 1) * self.config.block_size)
         if slot is None:
-            self._last_refusal_at = self._clock()
+            self._last_refusal_at = self.clock()
             return RoundRow(None, pb.ROW_STATUS_NO_KV_SPACE)
         session.ended.pop(start.name.key, None)
         self.columns.write(slot, start)
@@ -261,7 +268,7 @@ class DenoiseLoop:
             return RoundRow(None, pb.ROW_STATUS_SLOT_MISSING, "this worker does not hold the row")
         if row.phase is Phase.DONE:
             if not self.slots.grow(row.slot, (row.block_index + 2) * self.config.block_size):
-                self._last_refusal_at = self._clock()
+                self._last_refusal_at = self.clock()
                 return RoundRow(row, pb.ROW_STATUS_NO_KV_SPACE, forwards=0)
             row.block_index += 1
             row.phase = Phase.DENOISE
@@ -306,14 +313,14 @@ class DenoiseLoop:
             self._tally.append((round_, num_active, len(rows) - first - num_active))
         return build_batch(rows, active, self.columns)
 
-    def _account(self, chunks: list[Chunk], started_at: float) -> None:
+    def _account(self, chunks: list[Chunk], launched_at: float, device_ms: float) -> None:
         """Count the forward that just ended, before its rows are settled."""
-        device_ms = (self._clock() - started_at) * 1000
         self.totals.forwards += 1
         self.totals.device_ms += device_ms
         for round_, num_active, num_waiting in self._tally:
             if round_.first_forward_at is None:
-                round_.first_forward_at = started_at
+                round_.first_forward_at = launched_at
+                round_.work.begin_ms = (launched_at - round_.begun_at) * 1000
             round_.work.forwards += 1
             round_.work.device_ms += device_ms
             for work in (self.totals, round_.work):
@@ -356,6 +363,8 @@ class DenoiseLoop:
                     session.remember_end(row.name, entry)
                     self._free(row, pb.ROW_STATUS_ENDED)
         round_.work.allocator_calls += self.pool.num_calls - calls_before
+        if round_.first_forward_at is not None:
+            round_.work.reply_ms = (self.clock() - self._forward_ended_at) * 1000
         self.totals.rounds += 1
         session.finish(
             pb.RunRoundResponse(
@@ -387,7 +396,7 @@ class DenoiseLoop:
         del self.sessions[session.scheduler_id]
 
     def _expire_leases(self) -> None:
-        now = self._clock()
+        now = self.clock()
         for session in list(self.sessions.values()):
             if session.is_in_use:
                 session.last_seen = now

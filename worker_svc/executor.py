@@ -46,6 +46,7 @@ class Executor:
         def deliver(result: pb.RunRoundResponse | ServiceError) -> None:
             self._events.call_soon_threadsafe(_set, reply, result)
 
+        request.arrived_at = self._loop.clock()
         self._inbox.put(lambda: self._loop.submit(request, deliver))
         try:
             return await reply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,12 +17,14 @@ from worker_svc.models.base import BlockModel
 class Segment:
     """Consecutive blocks of one slot, known on the host: units [first_unit, first_unit + num_units) of the forward.
 
-    One unit is a row that denoises; several are a chunk of a prompt, or two blocks fused into one input.
+    The first `num_prefill_units` of them are a chunk of a prefix; the rest denoise: the row's block, or two blocks
+    fused into one input.
     """
 
     first_unit: int
     num_units: int
     first_block: int
+    num_prefill_units: int = 0
 
 
 @dataclass
@@ -52,6 +55,10 @@ class ModelRunner(Protocol):
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
         """Write the units' keys and values into `kv`; return the logits of `logits_units`, float32 [R, B, V]."""
 
+    def finish(self) -> float:
+        """Wait until the forward and what was computed from its logits have ended; the milliseconds the device was
+        busy with them. Called once after each forward."""
+
 
 class TorchModelRunner:
     """A model in PyTorch.
@@ -75,10 +82,12 @@ class TorchModelRunner:
         self._model = model
         self._attention = attention
         self._batch_invariant = batch_invariant
+        self._launched_at = 0.0
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
         """See `ModelRunner.forward`. What it returns may be changed in place only under `torch.inference_mode`."""
+        self._launched_at = time.perf_counter()
         if not self._batch_invariant:
             return self._forward(inputs, kv)
         wanted = inputs.logits_units.tolist()
@@ -90,6 +99,12 @@ class TorchModelRunner:
         if not wanted:
             return torch.empty((0, inputs.ids.shape[1], self.vocab_size), device=self.device)
         return torch.cat([logits[unit] for unit in wanted])
+
+    def finish(self) -> float:
+        """See `ModelRunner.finish`; from the launch on, so with the launch itself."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - self._launched_at) * 1000
 
     def _forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
         self._attention.plan(inputs, kv)

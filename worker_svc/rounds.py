@@ -33,6 +33,7 @@ class RoundRequest:
     releases: list[RowName]
     starts: list[pb.StartRow]
     continues: list[RowName]
+    arrived_at: float = 0.0  # seconds of the worker's clock; 0 = when the loop takes it
 
 
 @dataclass(eq=False)
@@ -57,6 +58,7 @@ class Round:
     deliver: list[Deliver]
     rows: list[RoundRow] = field(default_factory=list)
     work: pb.RoundWork = field(default_factory=pb.RoundWork)
+    begun_at: float = 0.0
     first_forward_at: float | None = None
     eventful: bool = False  # a row is done, ended or in error: FDFO replies
     cancelled: bool = False

@@ -105,10 +105,15 @@ def draw_uniforms(sampling: SamplingColumns, block_index: Tensor, step_index: Te
     Generators, 2014). The number is the upper 53 bits of the hash.
     """
     position = torch.arange(block_size, device=sampling.seed.device)[None, :]
-    hashed = _mix(sampling.seed[:, None] + _GOLDEN)
+    hashed = mix64(sampling.seed[:, None])
     for field in (sampling.sample_index[:, None], block_index[:, None], step_index[:, None], position):
-        hashed = _mix((hashed ^ field) + _GOLDEN)
-    return _shift_right(hashed, 11).to(torch.float64) * 2.0**-53
+        hashed = mix64(hashed ^ field)
+    return unit_interval(hashed)
+
+
+def unit_interval(bits: Tensor) -> Tensor:
+    """float64 in [0, 1), a multiple of 2**-53, from the upper bits of int64."""
+    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
 
 
 def _signed(bits: int) -> int:
@@ -121,7 +126,9 @@ _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
 
-def _mix(bits: Tensor) -> Tensor:
+def mix64(bits: Tensor) -> Tensor:
+    """The output of SplitMix64 for the state int64 `bits`: a hash; every bit of it depends on all bits."""
+    bits = bits + _GOLDEN
     bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
     bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
     return bits ^ _shift_right(bits, 31)

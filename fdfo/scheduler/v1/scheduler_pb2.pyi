@@ -257,7 +257,7 @@ class WorkerState(_message.Message):
     def __init__(self, target: _Optional[str] = ..., worker_epoch: _Optional[str] = ..., ready: bool = ..., rows: _Optional[int] = ..., max_rows: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_total: _Optional[int] = ..., last_error: _Optional[str] = ...) -> None: ...
 
 class SchedulerCounters(_message.Message):
-    __slots__ = ("requests_finished", "requests_aborted", "rounds", "forwards", "denoise_row_forwards", "waiting_row_forwards", "prefill_tokens", "published_tokens", "blocks_done", "restarts", "preemptions", "device_ms")
+    __slots__ = ("requests_finished", "requests_aborted", "rounds", "forwards", "denoise_row_forwards", "waiting_row_forwards", "prefill_tokens", "published_tokens", "blocks_done", "restarts", "preemptions", "device_ms", "round_trip_ms", "host_ms", "allocator_calls")
     REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_ABORTED_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,9 @@ class SchedulerCounters(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_MS_FIELD_NUMBER: _ClassVar[int]
+    HOST_MS_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATOR_CALLS_FIELD_NUMBER: _ClassVar[int]
     requests_finished: int
     requests_aborted: int
     rounds: int
@@ -282,10 +285,13 @@ class SchedulerCounters(_message.Message):
     restarts: int
     preemptions: int
     device_ms: float
-    def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., rounds: _Optional[int] = ..., forwards: _Optional[int] = ..., denoise_row_forwards: _Optional[int] = ..., waiting_row_forwards: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., published_tokens: _Optional[int] = ..., blocks_done: _Optional[int] = ..., restarts: _Optional[int] = ..., preemptions: _Optional[int] = ..., device_ms: _Optional[float] = ...) -> None: ...
+    round_trip_ms: float
+    host_ms: float
+    allocator_calls: int
+    def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., rounds: _Optional[int] = ..., forwards: _Optional[int] = ..., denoise_row_forwards: _Optional[int] = ..., waiting_row_forwards: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., published_tokens: _Optional[int] = ..., blocks_done: _Optional[int] = ..., restarts: _Optional[int] = ..., preemptions: _Optional[int] = ..., device_ms: _Optional[float] = ..., round_trip_ms: _Optional[float] = ..., host_ms: _Optional[float] = ..., allocator_calls: _Optional[int] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("scheduler_id", "version", "served_model_name", "fingerprint", "block_size", "context_length", "algorithm", "fdfo", "queued", "running", "max_queued_requests", "workers", "counters", "rounds_in_flight")
+    __slots__ = ("scheduler_id", "version", "served_model_name", "fingerprint", "block_size", "context_length", "algorithm", "fdfo", "queued", "running", "max_queued_requests", "workers", "counters", "rounds_in_flight", "num_tokens")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +306,7 @@ class GetServerInfoResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     version: str
     served_model_name: str
@@ -314,4 +321,5 @@ class GetServerInfoResponse(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
     counters: SchedulerCounters
     rounds_in_flight: int
-    def __init__(self, scheduler_id: _Optional[str] = ..., version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., context_length: _Optional[int] = ..., algorithm: _Optional[str] = ..., fdfo: bool = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., counters: _Optional[_Union[SchedulerCounters, _Mapping]] = ..., rounds_in_flight: _Optional[int] = ...) -> None: ...
+    num_tokens: int
+    def __init__(self, scheduler_id: _Optional[str] = ..., version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., context_length: _Optional[int] = ..., algorithm: _Optional[str] = ..., fdfo: bool = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., counters: _Optional[_Union[SchedulerCounters, _Mapping]] = ..., rounds_in_flight: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...

@@ -215,20 +215,26 @@ class Allowance(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., pages: _Optional[int] = ...) -> None: ...
 
 class RoundWork(_message.Message):
-    __slots__ = ("forwards", "device_ms", "denoise_row_forwards", "waiting_row_forwards", "prefill_tokens", "allocator_calls")
+    __slots__ = ("forwards", "device_ms", "denoise_row_forwards", "waiting_row_forwards", "prefill_tokens", "allocator_calls", "queued_ms", "begin_ms", "reply_ms")
     FORWARDS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MS_FIELD_NUMBER: _ClassVar[int]
     DENOISE_ROW_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     WAITING_ROW_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ALLOCATOR_CALLS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_MS_FIELD_NUMBER: _ClassVar[int]
+    REPLY_MS_FIELD_NUMBER: _ClassVar[int]
     forwards: int
     device_ms: float
     denoise_row_forwards: int
     waiting_row_forwards: int
     prefill_tokens: int
     allocator_calls: int
-    def __init__(self, forwards: _Optional[int] = ..., device_ms: _Optional[float] = ..., denoise_row_forwards: _Optional[int] = ..., waiting_row_forwards: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., allocator_calls: _Optional[int] = ...) -> None: ...
+    queued_ms: float
+    begin_ms: float
+    reply_ms: float
+    def __init__(self, forwards: _Optional[int] = ..., device_ms: _Optional[float] = ..., denoise_row_forwards: _Optional[int] = ..., waiting_row_forwards: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., allocator_calls: _Optional[int] = ..., queued_ms: _Optional[float] = ..., begin_ms: _Optional[float] = ..., reply_ms: _Optional[float] = ...) -> None: ...
 
 class RunRoundResponse(_message.Message):
     __slots__ = ("worker_epoch", "round_id", "rows", "pages", "allowance", "work", "draining")
