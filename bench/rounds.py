@@ -122,7 +122,17 @@ def _start(name: str, info: pb.GetWorkerInfoResponse, random: Random) -> pb.Star
 
 def medians(trips: list[RoundTrip]) -> dict[str, float]:
     """p50 of each part, in milliseconds, in the order of the way."""
-    names = ("total_ms", "device_ms", "overhead_ms", "encode_ms", "queued_ms", "begin_ms", "reply_ms", "decode_ms", "rest_ms")
+    names = (
+        "total_ms",
+        "device_ms",
+        "overhead_ms",
+        "encode_ms",
+        "queued_ms",
+        "begin_ms",
+        "reply_ms",
+        "decode_ms",
+        "rest_ms",
+    )
     return {name: statistics.median(getattr(trip, name) for trip in trips) for name in names}
 
 

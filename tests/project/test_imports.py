@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("common", "fdfo", "fdfo_client", "scheduler_svc", "worker_svc")
+PACKAGES = ("bench", "common", "fdfo", "fdfo_client", "scheduler_svc", "worker_svc")
 
 # A part of the tree -> the parts of it that it may import.
 ALLOWED = {
+    "bench": {"bench", "fdfo_client", "scheduler_svc", "worker_svc", "common", "fdfo"},
     "common": {"common", "fdfo"},
     "fdfo": {"fdfo"},
     "fdfo_client": {"fdfo_client", "fdfo"},
