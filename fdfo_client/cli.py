@@ -1,4 +1,7 @@
-"""The command `fdfo`: serve, generate, info. Exit status: 0 done, 1 failed, 2 wrong usage or a refused request."""
+"""The command `fdfo`: serve, generate, info, bench, replay.
+
+Exit status: 0 done, 1 failed, 2 wrong usage or a refused request, 130 ended by Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client._options import GenerateOptions, Message
 from fdfo_client._sync_client import Client
 from fdfo_client._types import Committed, Completion, Finished, ServerInfo, WorkerInfo
+from fdfo_client.bench import cli as bench_cli
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
@@ -24,6 +28,7 @@ examples:
   fdfo serve                                    # the small model that ships, on this machine
   fdfo generate "Count from 3 to 7."
   fdfo info
+  fdfo bench --concurrency 16 --requests 100    # needs the extra: pip install 'fdfo[bench]'
 
 exit status: 0 done, 1 failed, 2 wrong usage or a refused request"""
 
@@ -53,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return serve.main(arguments)
             case "generate":
                 return generate(arguments)
+            case "bench":
+                return bench_cli.bench(arguments)
+            case "replay":
+                return bench_cli.replay(arguments)
             case _:
                 return info(arguments)
     except FdfoError as error:
@@ -102,6 +111,22 @@ def build_parser() -> argparse.ArgumentParser:
             epilog=INFO_EXAMPLES,
         )
     )
+    _add_bench_arguments(
+        commands.add_parser(
+            "bench",
+            help="measure a scheduler under load",
+            description="Send many requests and measure throughput, latencies and what the server did for them.",
+            epilog=bench_cli.BENCH_EXAMPLES,
+        )
+    )
+    _add_replay_arguments(
+        commands.add_parser(
+            "replay",
+            help="send a recorded load again",
+            description="Send the requests of a trace at its times, and measure as `fdfo bench` does.",
+            epilog=bench_cli.REPLAY_EXAMPLES,
+        )
+    )
     return parser
 
 
@@ -112,7 +137,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--raw", action="store_true", help="the prompt as plain text, without the model's chat template")
     add("--system", metavar="TEXT", help="a system message before the prompt")
     add("--max-new-tokens", type=int, metavar="N", help="at most so many tokens (up to the context limit)")
-    add("--temperature", type=float, metavar="T", help="0 takes the most probable token; up to 2 (0)")
+    _add_temperature(parser)
     add("--top-p", type=float, metavar="P", help="above 0, up to 1 (1: off)")
     add("--top-k", type=int, metavar="K", help="the K most probable tokens only (0: off)")
     add("--min-p", type=float, metavar="P", help="tokens of at least P times the best one's probability (0: off)")
@@ -120,14 +145,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--stop-token-id", action="append", type=int, metavar="ID", help="end before this token; several times too")
     add("--ignore-eos", action="store_true", help="go on past the model's own stop tokens")
-    add("--algorithm", metavar="NAME", help="denoising algorithm (the server's default)")
-    add(
-        "--param",
-        action="append",
-        type=_parameter,
-        metavar="NAME=VALUE",
-        help="parameter of the algorithm, such as threshold=0.9; may be given several times",
-    )
+    _add_algorithm(parser)
     add("--parse-special-tokens", action="store_true", help="with --raw: special tokens in the prompt are read as such")
     add("--request-id", metavar="ID", help="name of the request (drawn by the server)")
     add("--timeout", type=float, metavar="SECONDS", help="give up after so long (never)")
@@ -138,6 +156,33 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_info_arguments(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each scheduler")
+
+
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    bench_cli.add_bench_arguments(parser)
+    _add_algorithm(parser)
+    _add_temperature(parser)
+
+
+def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    bench_cli.add_replay_arguments(parser)
+
+
+def _add_temperature(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the most probable token; up to 2 (0)")
+
+
+def _add_algorithm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--algorithm", metavar="NAME", help="denoising algorithm (the server's default)")
+    parser.add_argument(
+        "--param",
+        action="append",
+        type=_parameter,
+        metavar="NAME=VALUE",
+        help="parameter of the algorithm, such as threshold=0.9; may be given several times",
+    )
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

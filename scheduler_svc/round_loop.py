@@ -8,6 +8,7 @@ with their incomplete blocks, under a new generation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,11 +16,11 @@ from dataclasses import dataclass, field
 import structlog
 
 from common.errors import Internal
-from common.packing import packed_bits_size, unpack_ids
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.planner import Room, admit
 from scheduler_svc.queue import RequestQueue
+from scheduler_svc.replies import read_rows
 from scheduler_svc.request import Request
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.workers import RECONNECT_EVERY_S, Link, WorkerLost
@@ -110,17 +111,17 @@ class RoundLoop:
         await self._heartbeat()  # drops what an older generation left there
         while True:
             self._wake.clear()
-            planning_at = self._now()
-            while self._send_next():
-                pass
-            self.counters.host_ms += (self._now() - planning_at) * 1000
+            with self._own_time():
+                while self._send_next():
+                    pass
             if self._in_flight:
                 woken = asyncio.create_task(self._wake.wait())
                 await asyncio.wait({woken, self._in_flight[0].reply}, return_when=asyncio.FIRST_COMPLETED)
                 woken.cancel()
                 if self._in_flight[0].reply.done():
                     sent = self._in_flight.popleft()
-                    self._apply(sent, sent.reply.result())
+                    with self._own_time():
+                        self._apply(sent, sent.reply.result())
             else:
                 await self._idle()
 
@@ -164,9 +165,10 @@ class RoundLoop:
         return True
 
     async def _run_round(self, request: pb.RunRoundRequest) -> pb.RunRoundResponse:
-        sent_at = self._now()
+        clock = asyncio.get_running_loop().time
+        sent_at = clock()
         reply = await self.link.run_round(request, self._timeout_s())
-        self.counters.round_trip_ms += (self._now() - sent_at) * 1000
+        self.counters.round_trip_ms += (clock() - sent_at) * 1000
         return reply
 
     def _round_message(self, starting: list[Request], continuing: list[Request]) -> pb.RunRoundRequest:
@@ -195,41 +197,25 @@ class RoundLoop:
 
     def _apply(self, sent: SentRound, reply: pb.RunRoundResponse) -> None:
         """Everything a reply says, in the order of its rows."""
-        applying_at = self._now()
         self._acked_round_id = sent.round_id
         self._count(reply)
-        rows, size = reply.rows, len(reply.rows.statuses)
-        assert size == len(sent.rows)
-        done = block = 0
+        assert self.info is not None
         back: list[Request] = []
-        block_size = self.info.block_size if self.info is not None else 0
-        bits_size = packed_bits_size(block_size)
-        for number, (request, attempt) in enumerate(sent.rows):
-            done_at, block_at = done, block
-            done += rows.accept_lengths[number] > 0
-            block += rows.has_block[number]
+        rows = read_rows(reply.rows, self.info.block_size)
+        for (request, attempt), row in zip(sent.rows, rows, strict=True):
             if request.is_finished or request.attempt != attempt or request.spec.request_id not in self.running:
                 continue
             request.rounds += 1
-            request.forwards += rows.forwards[number]
-            request.cached_tokens = request.cached_tokens or rows.cached_tokens[number]
-            if rows.accept_lengths[number]:
-                ids = unpack_ids(rows.done_ids[done_at * 4 * block_size : (done_at + 1) * 4 * block_size])
-                self.counters.blocks_done += request.commit_block(rows.done_block_indexes[done_at], ids)
-            elif rows.has_block[number]:
-                request.keep_snapshot(
-                    rows.block_indexes[block_at],
-                    rows.block_ids[block_at * 4 * block_size : (block_at + 1) * 4 * block_size],
-                    rows.block_masks[block_at * bits_size : (block_at + 1) * bits_size],
-                    rows.step_counts[block_at],
-                    rows.algo_states[block_at],
-                )
-            was_held = rows.accept_lengths[number] > 0
-            if self._settle(request, rows.statuses[number], was_held, rows.errors.get(number, "")):
+            request.forwards += row.forwards
+            request.cached_tokens = request.cached_tokens or row.cached_tokens
+            if row.done is not None:
+                self.counters.blocks_done += request.commit_block(*row.done)
+            elif row.snapshot is not None:
+                request.keep_snapshot(*row.snapshot)
+            if self._settle(request, row.status, row.done is not None, row.error):
                 back.append(request)
         self.queue.push_front(back)
         self._update_room(reply.pages, reply.allowance)
-        self.counters.host_ms += (self._now() - applying_at) * 1000
         if reply.draining:
             raise WorkerLost("the worker is draining")
 
@@ -271,10 +257,15 @@ class RoundLoop:
             page_size=self._room.page_size,
         )
 
-    @staticmethod
-    def _now() -> float:
-        """Seconds of the event loop's clock."""
-        return asyncio.get_running_loop().time()
+    @contextlib.contextmanager
+    def _own_time(self) -> Iterator[None]:
+        """Count what is done inside as the scheduler's host time."""
+        clock = asyncio.get_running_loop().time
+        started_at = clock()
+        try:
+            yield
+        finally:
+            self.counters.host_ms += (clock() - started_at) * 1000
 
     def _count(self, reply: pb.RunRoundResponse) -> None:
         counters, work = self.counters, reply.work

@@ -1,0 +1,335 @@
+"""Flags and entry of `fdfo bench` and `fdfo replay`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fdfo_client._errors import FdfoError, InvalidRequest
+from fdfo_client.bench.load import Load
+from fdfo_client.bench.measure import Measurement, World, connect, measure
+from fdfo_client.bench.progress import progress
+from fdfo_client.bench.report import Report, make_report, table, to_json
+from fdfo_client.bench.workload import (
+    LENGTHS_HELP,
+    Item,
+    Lengths,
+    closed_items,
+    dataset_options,
+    parse_lengths,
+    poisson_items,
+    read_dataset,
+    read_trace,
+    synthetic_options,
+    write_trace,
+)
+
+T = TypeVar("T")
+
+EXTRA = ("jinja2", "matplotlib", "numpy", "rich")
+DEFAULT_CONCURRENCY = 16
+DEFAULT_REQUESTS = 100
+DEFAULT_LENGTHS = "128"
+
+BENCH_EXAMPLES = f"""\
+A distribution DIST of token counts is {LENGTHS_HELP};
+draws are rounded, at least 1, and cut where they would not fit the model's context.
+
+examples:
+  fdfo bench                                                  # 100 requests, 16 at a time
+  fdfo bench --rate 8 --duration 60 --warmup 16               # Poisson arrivals, whatever the server answers
+  fdfo bench --prompt-tokens lognormal:200,0.8 --output-tokens 32:256 --html report.html
+  fdfo bench --dataset prompts.jsonl --temperature 0.8 --json -
+  fdfo bench --record trace.jsonl && fdfo replay trace.jsonl --speed 2
+
+exit status: 0 done, 1 failed or a request failed, 2 wrong usage, 130 cut short by Ctrl-C"""
+
+REPLAY_EXAMPLES = """\
+A trace has one JSON object a line: first {"fdfo_trace": 1}, then for each request "at_s", the seconds from the start at
+which it is sent, and its options: "prompt", "prompt_ids" or "messages", "max_new_tokens", "seed" and so on.
+
+examples:
+  fdfo replay trace.jsonl
+  fdfo replay trace.jsonl --speed 4 --html report.html --json report.json
+
+exit status: 0 done, 1 failed or a request failed, 2 wrong usage, 130 cut short by Ctrl-C"""
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `fdfo bench`, but for --target, --algorithm, --param and --temperature, which `generate` has too."""
+    add = parser.add_argument
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--concurrency",
+        type=_whole(1),
+        metavar="N",
+        help=f"closed loop: so many requests at a time, the next sent when one ended ({DEFAULT_CONCURRENCY})",
+    )
+    how.add_argument(
+        "--rate", type=_above_zero, metavar="R", help="open loop: R requests/s at Poisson times, however many run"
+    )
+    add(
+        "--requests",
+        type=_whole(1),
+        metavar="N",
+        help=f"requests to send (with --duration: no limit; with --dataset: each line once; else {DEFAULT_REQUESTS})",
+    )
+    add("--duration", type=_above_zero, metavar="S", help="send for S seconds, then wait for what is under way")
+    add("--warmup", type=_whole(0), default=0, metavar="N", help="requests before, that are not measured (0)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--prompt-tokens",
+        type=_typed(parse_lengths),
+        default=parse_lengths(DEFAULT_LENGTHS),
+        metavar="DIST",
+        help=f"lengths of prompts of random tokens ({DEFAULT_LENGTHS})",
+    )
+    what.add_argument(
+        "--dataset",
+        type=Path,
+        metavar="FILE",
+        help="JSONL: a line for each request with prompt, prompt_ids or messages, and any other option",
+    )
+    add(
+        "--output-tokens",
+        type=_typed(parse_lengths),
+        default=parse_lengths(DEFAULT_LENGTHS),
+        metavar="DIST",
+        help=f"max_new_tokens where a dataset says nothing; random prompts are answered in full ({DEFAULT_LENGTHS})",
+    )
+    add("--seed", type=_whole(0), default=0, metavar="S", help="the same seed sends the same requests (0)")
+    _add_output_arguments(parser)
+    add("--record", type=_output_file, metavar="FILE", help="write what was sent when, for `fdfo replay`")
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `fdfo replay`, but for --target."""
+    parser.add_argument("trace", type=Path, metavar="FILE", help="a trace, as `fdfo bench --record` writes it")
+    parser.add_argument("--speed", type=_above_zero, default=1.0, metavar="X", help="send X times faster (1)")
+    _add_output_arguments(parser)
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--timeout", type=_above_zero, metavar="SECONDS", help="a request fails after so long (never)")
+    add("--json", type=_output_file_or_dash, metavar="FILE", help="write all figures as JSON; - is standard output")
+    add("--html", type=_output_file, metavar="FILE", help="write a page with figures, their definitions and plots")
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """`fdfo bench`."""
+    _require_extra()
+    dataset: list[dict[str, Any]] | None = None
+    if arguments.dataset is not None:
+        dataset, left_out = read_dataset(arguments.dataset)
+        if left_out:
+            _say(f"{arguments.dataset}: no options, left out: {', '.join(sorted(left_out))}")
+    report = asyncio.run(_bench(arguments, dataset))
+    if arguments.record is not None:
+        write_trace(arguments.record, recorded_items(report.measurement))
+    return finish(report, arguments)
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """`fdfo replay`."""
+    _require_extra()
+    items = replay_items(read_trace(arguments.trace), arguments.speed, arguments.timeout)
+
+    async def against_servers() -> Report:
+        async with connect(arguments.target) as world:
+            measurement = await run(world, items, total=len(items), concurrency=None)
+            return make_report("replay", settings_of(arguments), world, measurement)
+
+    return finish(asyncio.run(against_servers()), arguments)
+
+
+async def _bench(arguments: argparse.Namespace, dataset: list[dict[str, Any]] | None) -> Report:
+    requests = arguments.requests
+    if requests is None and arguments.duration is None:
+        requests = DEFAULT_REQUESTS if dataset is None else len(dataset)
+    concurrency = arguments.concurrency or (DEFAULT_CONCURRENCY if arguments.rate is None else None)
+    async with connect(arguments.target) as world:
+        options = _options(arguments, dataset, world)
+        await warm_up(world, itertools.islice(options, arguments.warmup), concurrency or DEFAULT_CONCURRENCY)
+        measured = itertools.islice(options, requests)
+        items = (
+            closed_items(measured)
+            if arguments.rate is None
+            else poisson_items(measured, arguments.rate, random.Random(f"arrivals {arguments.seed}"))
+        )
+        measurement = await run(world, items, total=requests, concurrency=concurrency, duration_s=arguments.duration)
+        settings = settings_of(arguments) | {"concurrency": concurrency, "requests": requests}
+        return make_report("bench", settings, world, measurement)
+
+
+def _options(
+    arguments: argparse.Namespace, dataset: list[dict[str, Any]] | None, world: World
+) -> Iterator[dict[str, Any]]:
+    """The requests' options without end; what a line of a dataset says goes before the flags."""
+    context_length, rng = world.server.context_length, random.Random(arguments.seed)
+    if dataset is None:
+        _check_lengths(arguments.prompt_tokens, arguments.output_tokens, context_length)
+        each = synthetic_options(
+            arguments.prompt_tokens, arguments.output_tokens, world.server.num_tokens, context_length, rng
+        )
+    else:
+        each = dataset_options(dataset, arguments.output_tokens, context_length, rng)
+    flags = {
+        "algorithm": arguments.algorithm,
+        "algorithm_params": dict(arguments.param) if arguments.param else None,
+        "temperature": arguments.temperature,
+        "timeout": arguments.timeout,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    return (given | options for options in each)
+
+
+def _check_lengths(prompt_tokens: Lengths, output_tokens: Lengths, context_length: int) -> None:
+    """Refuse limits that do not fit the context. Distributions without one are cut instead."""
+    most = (prompt_tokens.largest or 1) + (output_tokens.largest or 1)
+    if most > context_length:
+        raise InvalidRequest(
+            f"--prompt-tokens {prompt_tokens}, --output-tokens {output_tokens}: {most} tokens do not fit the "
+            f"context of {context_length}; give smaller ones"
+        )
+
+
+async def warm_up(world: World, options: Iterable[dict[str, Any]], concurrency: int) -> None:
+    """Send these and wait for all of them. Raises FdfoError if one fails: the others would too."""
+    with progress("warming up", None) as on_progress:
+        load = Load(world.stream, on_progress)
+        await load.run(closed_items(options), concurrency=concurrency)
+    if failed := [record.error for record in load.records if record.error is not None]:
+        raise FdfoError(f"{len(failed)} of {len(load.records)} requests of the warm-up failed: {failed[0]}")
+
+
+async def run(
+    world: World,
+    items: Iterable[Item],
+    *,
+    total: int | None,
+    concurrency: int | None,
+    duration_s: float | None = None,
+) -> Measurement:
+    """Measure a load (see `Load.run`) with its progress on stderr; Ctrl-C cuts it short."""
+    with progress("measuring", total) as on_progress:
+        load = Load(world.stream, on_progress)
+        with _on_interrupt(load.cut_short):
+            return await measure(world, load, items, concurrency=concurrency, duration_s=duration_s)
+
+
+def finish(report: Report, arguments: argparse.Namespace) -> int:
+    """Write what the flags ask for, the table to standard output if nothing else goes there. The exit status."""
+    if arguments.html is not None:
+        from fdfo_client.bench.page import render
+
+        arguments.html.write_text(render(report), encoding="utf-8")
+    as_json = json.dumps(to_json(report)) + "\n"
+    if arguments.json == "-":
+        print(as_json, end="")
+    else:
+        print("\n".join(table(report)))
+        if arguments.json is not None:
+            arguments.json.write_text(as_json, encoding="utf-8")
+    if report.measurement.was_cut_short:
+        return 130
+    return 1 if report.summary.requests_failed or not report.summary.requests_ok else 0
+
+
+def replay_items(items: Iterable[Item], speed: float, timeout_s: float | None) -> list[Item]:
+    """The items of a trace, sent `speed` times faster, each with this timeout if one is given."""
+    timeout = {} if timeout_s is None else {"timeout": timeout_s}
+    return [Item((item.at_s or 0.0) / speed, item.options | timeout) for item in items]
+
+
+def recorded_items(measurement: Measurement) -> Iterator[Item]:
+    """What was sent, at the times it was sent, with the seeds that the server drew."""
+    for record in measurement.records:
+        seed = {} if record.seed is None else {"seed": record.seed}
+        yield Item(record.sent_at_s, record.options | seed)
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags as JSON has them."""
+    return {name: _plain(value) for name, value in vars(arguments).items() if name not in ("command", "target")} | {
+        "target": list(arguments.target)
+    }
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path | Lengths) else value
+
+
+@contextlib.contextmanager
+def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
+    """Call this on SIGINT, instead of what is usual."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, call)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def _require_extra() -> None:
+    if any(importlib.util.find_spec(name) is None for name in EXTRA):
+        raise FdfoError("this command needs more than the client: install the extra: pip install 'fdfo[bench]'")
+
+
+def _say(line: str) -> None:
+    print(f"fdfo: {line}", file=sys.stderr, flush=True)
+
+
+def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` for argparse, which shows the text of its own kind of error only."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return convert
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _output_file(text: str) -> Path:
+    """A file that can be written: found out now, not after the measurement."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that exists")
+    return path
+
+
+def _output_file_or_dash(text: str) -> Path | str:
+    return text if text == "-" else _output_file(text)
