@@ -20,46 +20,48 @@ def build_rows(round_: Round, columns: SlotColumns) -> pb.RowReplies:
     host = table.cpu().numpy()
     all_ids = host[:, :size].astype("<i4")
     all_masks = np.packbits(host[:, size : 2 * size].astype(bool), axis=1, bitorder="little")
-    replies = pb.RowReplies()
-    done_ids, block_ids, block_masks = [], [], []
+    done_places, block_places = [], []
     place = -1
-    for number, entry in enumerate(round_.rows):
+    for entry in round_.rows:
         row = entry.row
-        accept_length = prefilled_tokens = 0
-        has_block = False
-        if row is not None:
-            place += 1
-            prefilled_tokens = row.prefilled_blocks * size
-            if row.phase is Phase.DONE:
-                accept_length = size
-                replies.done_block_indexes.append(row.block_index)
-                done_ids.append(all_ids[place].tobytes())
-                if entry.ends:
-                    _end(entry, row, all_ids[place], size)
-            elif row.phase is Phase.PREFILL:
-                entry.status = pb.ROW_STATUS_PREFILLING
-            else:
-                has_block = True
-                replies.block_indexes.append(row.block_index)
-                block_ids.append(all_ids[place].tobytes())
-                block_masks.append(all_masks[place].tobytes())
-                replies.step_counts.append(int(host[place, -1]))
-                state = {key: column[row.slot, None] for key, column in columns.states[row.algorithm].items()}
-                replies.algo_states.append(ALGORITHMS[row.algorithm].encode_state(state) if state else b"")
-        replies.statuses.append(entry.status)
-        replies.accept_lengths.append(accept_length)
-        replies.has_block.append(has_block)
-        replies.forwards.append(_forwards(entry, round_))
-        replies.prefilled_tokens.append(prefilled_tokens)
-        replies.cached_tokens.append(0)
-        replies.end_reasons.append(entry.end_reason)
-        replies.end_positions.append(entry.end_position)
-        if entry.error:
-            replies.errors[number] = entry.error
-    replies.done_ids = b"".join(done_ids)
-    replies.block_ids = b"".join(block_ids)
-    replies.block_masks = b"".join(block_masks)
-    return replies
+        if row is None:
+            continue
+        place += 1
+        if row.phase is Phase.DONE:
+            done_places.append(place)
+            if entry.ends:
+                _end(entry, row, all_ids[place], size)
+        elif row.phase is Phase.PREFILL:
+            entry.status = pb.ROW_STATUS_PREFILLING
+        else:
+            block_places.append(place)
+    rows = [entry.row for entry in round_.rows]
+    phases = [row.phase if row is not None else None for row in rows]
+    resident = [row for row in rows if row is not None]
+    return pb.RowReplies(
+        statuses=[entry.status for entry in round_.rows],
+        accept_lengths=[size * (phase is Phase.DONE) for phase in phases],
+        done_block_indexes=[resident[place].block_index for place in done_places],
+        done_ids=all_ids[done_places].tobytes(),
+        has_block=[phase is Phase.DENOISE for phase in phases],
+        block_indexes=[resident[place].block_index for place in block_places],
+        block_ids=all_ids[block_places].tobytes(),
+        block_masks=all_masks[block_places].tobytes(),
+        step_counts=host[block_places, -1].tolist(),
+        algo_states=[_state_of(resident[place], columns) for place in block_places],
+        forwards=[_forwards(entry, round_) for entry in round_.rows],
+        prefilled_tokens=[row.prefilled_blocks * size if row is not None else 0 for row in rows],
+        cached_tokens=[0] * len(rows),
+        end_reasons=[entry.end_reason for entry in round_.rows],
+        end_positions=[entry.end_position for entry in round_.rows],
+        errors={number: entry.error for number, entry in enumerate(round_.rows) if entry.error},
+    )
+
+
+def _state_of(row: Row, columns: SlotColumns) -> bytes:
+    """The state of the row's algorithm as it travels."""
+    state = {key: column[row.slot, None] for key, column in columns.states[row.algorithm].items()}
+    return ALGORITHMS[row.algorithm].encode_state(state) if state else b""
 
 
 def _forwards(entry: RoundRow, round_: Round) -> int:
