@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from random import Random
 
 import grpc
@@ -14,8 +14,10 @@ import grpc.aio
 from common.packing import pack_bits, pack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
+from scheduler_svc.replies import RowReply, Snapshot, read_rows
 
 PROMPT_BLOCKS = 2
+BLOCKS_PER_REQUEST = 4
 NUM_WARM_ROUNDS = 20
 
 
@@ -23,11 +25,12 @@ NUM_WARM_ROUNDS = 20
 class RoundTrip:
     """One RunRound, in milliseconds.
 
-    `queued_ms`, `begin_ms` and `reply_ms` are the worker's own parts (see RoundWork); `encode_ms` and `decode_ms` are
-    those of the messages on the client's side, measured apart; `rest_ms` is everything else: gRPC, sockets and
-    the event loops of both sides.
+    `queued_ms`, `begin_ms` and `reply_ms` are the worker's own parts (see RoundWork). `encode_ms` and `decode_ms` are
+    those of the messages at the client, measured apart. `build_ms` made the message and read the reply before it; it
+    is not part of the round trip, but of `wall_ms`.
     """
 
+    build_ms: float
     total_ms: float
     device_ms: float
     queued_ms: float
@@ -35,6 +38,9 @@ class RoundTrip:
     reply_ms: float
     encode_ms: float
     decode_ms: float
+    num_new_blocks: int  # rows that started or began their next block
+    num_done: int
+    allocator_calls: int
 
     @property
     def overhead_ms(self) -> float:
@@ -42,20 +48,97 @@ class RoundTrip:
 
     @property
     def rest_ms(self) -> float:
+        """gRPC, sockets, the threads of both sides, and how late the device's end was noticed."""
         parts = self.queued_ms + self.begin_ms + self.reply_ms + self.encode_ms + self.decode_ms
         return self.overhead_ms - parts
 
+    @property
+    def wall_ms(self) -> float:
+        return self.total_ms + self.build_ms
 
-async def measure_rounds(target: str, num_rows: int, num_rounds: int, max_forwards: int = 1) -> list[RoundTrip]:
-    """`num_rounds` rounds of `num_rows` rows that go on block after block, one round in flight."""
+
+@dataclass
+class BenchRow:
+    """A request after the other in one place: what a scheduler would hold of it."""
+
+    number: int
+    info: pb.GetWorkerInfoResponse
+    random: Random
+    attempt: int = 0
+    is_running: bool = False
+    begins_block: bool = True
+    prefix: bytes = b""
+    block: Snapshot = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._set_request()
+
+    @property
+    def name(self) -> str:
+        return f"row-{self.number}"
+
+    def start(self) -> pb.StartRow:
+        """Begin, or begin again from the snapshot."""
+        self.attempt += 1
+        self.is_running = True
+        size = self.info.block_size
+        return pb.StartRow(
+            request_id=self.name,
+            attempt=self.attempt,
+            prompt_length=PROMPT_BLOCKS * size,
+            prefix_ids=self.prefix,
+            block_index=self.block.block_index,
+            block_ids=self.block.ids,
+            block_mask=self.block.mask,
+            step_count=self.block.step_count,
+            algorithm="LowConfidence",
+            sampling=pb.SamplingParams(top_p=1.0),
+            tokens_left=self.info.context_length - self.block.block_index * size,
+        )
+
+    def apply(self, reply: RowReply) -> None:
+        if reply.status not in (pb.ROW_STATUS_RUNNING, pb.ROW_STATUS_PREFILLING):
+            raise RuntimeError(f"{self.name} became {pb.RowStatus.Name(reply.status)}: {reply.error}")
+        self.begins_block = reply.done is not None
+        if reply.done is not None:
+            index, ids = reply.done
+            self.prefix += pack_ids(ids)
+            self._set_block(index + 1)
+            if index + 1 == PROMPT_BLOCKS + BLOCKS_PER_REQUEST:
+                self._set_request()
+        elif reply.snapshot is not None:
+            self.block = reply.snapshot
+
+    def _set_request(self) -> None:
+        ids = range(self.info.vocab_size // 4, self.info.vocab_size - self.info.vocab_size // 4)
+        self.prefix = pack_ids(self.random.choices(ids, k=PROMPT_BLOCKS * self.info.block_size))
+        self.is_running = False
+        self._set_block(PROMPT_BLOCKS)
+
+    def _set_block(self, index: int) -> None:
+        size = self.info.block_size
+        self.block = Snapshot(index, pack_ids([self.info.mask_token_id] * size), pack_bits([True] * size), 0, b"")
+
+
+async def measure_rounds(
+    target: str, num_rows: int, num_rounds: int, *, max_forwards: int = 0, restarts: bool = False
+) -> list[RoundTrip]:
+    """`num_rounds` FDFO rounds, one in flight, over rows that go on block after block and request after request.
+
+    restarts: every row is started again in every round, from its snapshot, which frees its slot and pages first.
+    """
     async with grpc.aio.insecure_channel(target) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         info: pb.GetWorkerInfoResponse = await stub.GetWorkerInfo(pb.GetWorkerInfoRequest())
         scheduler_id = f"bench-{time.monotonic_ns()}"
-        names = [f"row-{number}" for number in range(num_rows)]
         random = Random(1)
-        trips = []
+        rows = [BenchRow(number, info, random) for number in range(num_rows)]
+        trips: list[RoundTrip] = []
         for round_id in range(1, num_rounds + NUM_WARM_ROUNDS + 1):
+            built_at = time.perf_counter()
+            num_new_blocks = sum(row.begins_block for row in rows)
+            going_on = [row for row in rows if row.is_running and not restarts]
+            starting = [row for row in rows if not row.is_running or restarts]
             request = pb.RunRoundRequest(
                 scheduler_id=scheduler_id,
                 generation=1,
@@ -65,79 +148,53 @@ async def measure_rounds(target: str, num_rows: int, num_rounds: int, max_forwar
                 acked_round_id=round_id - 1,
                 mode=pb.MODE_FDFO,
                 max_forwards=max_forwards,
+                starts=[row.start() for row in starting],
+                continues=pb.RowNames(
+                    request_ids=[row.name for row in going_on],
+                    sample_indexes=[0] * len(going_on),
+                    attempts=[row.attempt for row in going_on],
+                ),
             )
-            if round_id == 1:
-                request.starts.extend(_start(name, info, random) for name in names)
-            else:
-                columns = pb.RowNames(request_ids=names, sample_indexes=[0] * num_rows, attempts=[1] * num_rows)
-                request.continues.CopyFrom(columns)
-            trips.append(await _round_trip(stub, request))
+            sent_at = time.perf_counter()
+            reply: pb.RunRoundResponse = await stub.RunRound(request)
+            replied_at = time.perf_counter()
+            replies = list(read_rows(reply.rows, info.block_size))
+            for row, row_reply in zip(starting + going_on, replies, strict=True):
+                row.apply(row_reply)
+            applied_at = time.perf_counter()
+            encode_ms, decode_ms = _message_ms(request, reply)
+            trips.append(
+                RoundTrip(
+                    build_ms=(sent_at - built_at + applied_at - replied_at) * 1000,
+                    total_ms=(replied_at - sent_at) * 1000,
+                    device_ms=reply.work.device_ms,
+                    queued_ms=reply.work.queued_ms,
+                    begin_ms=reply.work.begin_ms,
+                    reply_ms=reply.work.reply_ms,
+                    encode_ms=encode_ms,
+                    decode_ms=decode_ms,
+                    num_new_blocks=num_new_blocks,
+                    num_done=sum(row_reply.done is not None for row_reply in replies),
+                    allocator_calls=reply.work.allocator_calls,
+                )
+            )
         # A higher generation frees the rows.
         await stub.Heartbeat(pb.HeartbeatRequest(scheduler_id=scheduler_id, generation=2))
         return trips[NUM_WARM_ROUNDS:]
 
 
-async def _round_trip(stub: worker_pb2_grpc.WorkerServiceStub, request: pb.RunRoundRequest) -> RoundTrip:
-    sent_at = time.perf_counter()
-    reply: pb.RunRoundResponse = await stub.RunRound(request)
-    replied_at = time.perf_counter()
+def _message_ms(request: pb.RunRoundRequest, reply: pb.RunRoundResponse) -> tuple[float, float]:
+    """What packing this request and unpacking this reply take."""
+    started_at = time.perf_counter()
     request.SerializeToString()
     encoded_at = time.perf_counter()
     data = reply.SerializeToString()
     decoding_at = time.perf_counter()
     pb.RunRoundResponse.FromString(data)
-    decoded_at = time.perf_counter()
-    sound = (pb.ROW_STATUS_RUNNING, pb.ROW_STATUS_PREFILLING)
-    bad = {pb.RowStatus.Name(status) for status in reply.rows.statuses if status not in sound}
-    if bad:
-        raise RuntimeError(f"rows became {', '.join(bad)}: {dict(reply.rows.errors)}")
-    return RoundTrip(
-        total_ms=(replied_at - sent_at) * 1000,
-        device_ms=reply.work.device_ms,
-        queued_ms=reply.work.queued_ms,
-        begin_ms=reply.work.begin_ms,
-        reply_ms=reply.work.reply_ms,
-        encode_ms=(encoded_at - replied_at) * 1000,
-        decode_ms=(decoded_at - decoding_at) * 1000,
-    )
+    return (encoded_at - started_at) * 1000, (time.perf_counter() - decoding_at) * 1000
 
 
-def _start(name: str, info: pb.GetWorkerInfoResponse, random: Random) -> pb.StartRow:
-    """A prompt of whole blocks that generates up to the context limit."""
-    size = info.block_size
-    prompt = [random.randrange(info.vocab_size) for _ in range(PROMPT_BLOCKS * size)]
-    return pb.StartRow(
-        request_id=name,
-        attempt=1,
-        prompt_length=len(prompt),
-        prefix_ids=pack_ids(prompt),
-        block_index=PROMPT_BLOCKS,
-        block_ids=pack_ids([info.mask_token_id] * size),
-        block_mask=pack_bits([True] * size),
-        algorithm="LowConfidence",
-        sampling=pb.SamplingParams(top_p=1.0),
-        tokens_left=info.context_length - len(prompt),
-    )
-
-
-def medians(trips: list[RoundTrip]) -> dict[str, float]:
-    """p50 of each part, in milliseconds, in the order of the way."""
-    names = (
-        "total_ms",
-        "device_ms",
-        "overhead_ms",
-        "encode_ms",
-        "queued_ms",
-        "begin_ms",
-        "reply_ms",
-        "decode_ms",
-        "rest_ms",
-    )
+def medians(trips: Sequence[RoundTrip]) -> dict[str, float]:
+    """p50 of the overhead and of its parts in the order of the way, in milliseconds."""
+    names = ("overhead_ms", "encode_ms", "queued_ms", "begin_ms", "reply_ms", "decode_ms", "rest_ms")
     return {name: statistics.median(getattr(trip, name) for trip in trips) for name in names}
-
-
-if __name__ == "__main__":
-    import sys
-
-    for name, value in medians(asyncio.run(measure_rounds(sys.argv[1], int(sys.argv[2]), 200))).items():
-        print(f"{name:14}{value:8.3f}")
