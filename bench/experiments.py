@@ -29,6 +29,7 @@ BLOCK = 32
 PROMPT_TOKENS = BLOCK
 TINY_OUTPUT_TOKENS = 2 * BLOCK
 
+Prompts = list[list[int]]
 Figures = Mapping[str, float]
 Progress = Callable[[str], None]
 
@@ -117,19 +118,19 @@ def modes(services: Services, scale: Scale, progress: Progress) -> Iterator[Case
         prompts = random_prompts(num_rows * scale.requests_per_row, PROMPT_TOKENS)
         draws: list[list[list[int]]] = []
 
-        def measure(target: str, prompts: list[list[int]], num_rows: int, draws: list[list[list[int]]]) -> Figures:
-            run = run_closed(target, prompts, scale.output_tokens, concurrency=2 * num_rows)
+        def measure(mode: str, target: str, prompts: Prompts, num_rows: int, draws: list[list[list[int]]]) -> Figures:
+            run = run_closed(target, prompts, scale.output_tokens, 2 * num_rows, together=mode == "SYNC")
             draws.append(run.draws)
             return _figures(run)
 
         worker = services.workers(SIMULATED, num_rows)
-        flags = {"FDFO": "--dllm-fdfo", "SYNC": "--no-dllm-fdfo"}
+        flags = {"FDFO": "--rounds-in-flight=1", "SYNC": "--no-dllm-fdfo"}
         with services.schedulers(SIMULATED, [(worker, [flag]) for flag in flags.values()]) as targets:
             cases = interleaved(
                 scale,
                 progress,
                 {
-                    f"{mode}, {num_rows} rows": partial(measure, target, prompts, num_rows, draws)
+                    f"{mode}, {num_rows} rows": partial(measure, mode, target, prompts, num_rows, draws)
                     for mode, target in zip(flags, targets, strict=True)
                 },
             )
@@ -219,7 +220,7 @@ def plain(services: Services, scale: Scale, progress: Progress) -> Iterator[Case
     lines = (TINY / "problems.jsonl").read_text().splitlines()
     encoded = [codec.encode_chat([("user", json.loads(line)["prompt"])]) for line in lines]
 
-    def limit(run: Callable[[list[list[int]]], PlainResult], prompts: list[list[int]]) -> Figures:
+    def limit(run: Callable[[Prompts], PlainResult], prompts: Prompts) -> Figures:
         result = run(prompts)
         return {
             "tokens/s": sum(map(len, result.token_ids)) / result.wall_s,
@@ -227,7 +228,7 @@ def plain(services: Services, scale: Scale, progress: Progress) -> Iterator[Case
             "device busy": result.device_ms / result.wall_s / 1000,
         }
 
-    def run_limit(num_rows: int, prompts: list[list[int]]) -> PlainResult:
+    def run_limit(num_rows: int, prompts: Prompts) -> PlainResult:
         return run_plain(loop.runner, loop.config, prompts, TINY_OUTPUT_TOKENS, num_rows=num_rows)
 
     for num_rows in (16, 64):
@@ -294,7 +295,7 @@ def workers(services: Services, scale: Scale, progress: Progress) -> Iterator[Ca
         yield derived(case.name, {**case.runs, "of linear": of_linear})
 
 
-def _alone(run: Callable[..., PlainResult], loop: DenoiseLoop, prompts: list[list[int]]) -> PlainResult:
+def _alone(run: Callable[..., PlainResult], loop: DenoiseLoop, prompts: Prompts) -> PlainResult:
     return run(loop.runner, loop.config, prompts, TINY_OUTPUT_TOKENS)
 
 

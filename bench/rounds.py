@@ -14,7 +14,7 @@ import grpc.aio
 from common.packing import pack_bits, pack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
-from scheduler_svc.replies import RowReply, Snapshot, read_rows
+from scheduler_svc.replies import RowReply, Snapshot, read_rows, read_snapshot
 
 PROMPT_BLOCKS = 2
 BLOCKS_PER_REQUEST = 4
@@ -96,7 +96,7 @@ class BenchRow:
             tokens_left=self.info.context_length - self.block.block_index * size,
         )
 
-    def apply(self, reply: RowReply) -> None:
+    def apply(self, reply: RowReply, rows: pb.RowReplies) -> None:
         if reply.status not in (pb.ROW_STATUS_RUNNING, pb.ROW_STATUS_PREFILLING):
             raise RuntimeError(f"{self.name} became {pb.RowStatus.Name(reply.status)}: {reply.error}")
         self.begins_block = reply.done is not None
@@ -107,7 +107,7 @@ class BenchRow:
             if index + 1 == PROMPT_BLOCKS + BLOCKS_PER_REQUEST:
                 self._set_request()
         elif reply.snapshot is not None:
-            self.block = reply.snapshot
+            self.block = read_snapshot(rows, reply.snapshot, self.info.block_size)
 
     def _set_request(self) -> None:
         ids = range(self.info.vocab_size // 4, self.info.vocab_size - self.info.vocab_size // 4)
@@ -160,7 +160,7 @@ async def measure_rounds(
             replied_at = time.perf_counter()
             replies = list(read_rows(reply.rows, info.block_size))
             for row, row_reply in zip(starting + going_on, replies, strict=True):
-                row.apply(row_reply)
+                row.apply(row_reply, reply.rows)
             applied_at = time.perf_counter()
             encode_ms, decode_ms = _message_ms(request, reply)
             trips.append(

@@ -15,6 +15,7 @@ from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.commit import OutputCommitter
+from scheduler_svc.outbox import Outbox
 from scheduler_svc.queue import RequestQueue
 from scheduler_svc.request import Request
 from scheduler_svc.round_loop import RoundLoop
@@ -51,6 +52,7 @@ class Scheduler:
         self.is_closing = False
         self.queue = RequestQueue(settings.max_queued_requests)
         self._codec = TextCodec(folder.path)
+        self._outbox = Outbox()
         self._algorithm = settings.dllm_algorithm
         self._algorithm_params = algorithm_params
         self._rules: Rules | None = None
@@ -102,7 +104,7 @@ class Scheduler:
             queue_position=queue_position,
             prompt_tokens=len(spec.prompt_ids),
         )
-        request.events.put_nowait(api.GenerateResponse(started=started))
+        self._outbox.put(request.events, api.GenerateResponse(started=started))
         for loop in self.loops:
             loop.wake()
         return request
@@ -133,6 +135,7 @@ class Scheduler:
                 max_new_tokens=spec.max_new_tokens,
             ),
             worker_stop_ids=sorted({*stop_ids, *spec.request_stop_ids}),
+            outbox=self._outbox,
         )
 
     def abort(self, request_id: str) -> bool:

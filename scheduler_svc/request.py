@@ -10,10 +10,12 @@ import asyncio
 from dataclasses import dataclass, field
 
 from common.errors import ServiceError
-from common.packing import pack_bits, pack_ids, packed_bits_size
+from common.packing import pack_bits, pack_ids
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.commit import Finish, OutputCommitter
+from scheduler_svc.outbox import Outbox
+from scheduler_svc.replies import Snapshot, read_snapshot
 from scheduler_svc.validation import GenerateSpec
 
 Event = api.GenerateResponse | ServiceError
@@ -29,13 +31,10 @@ class Request:
     mask_token_id: int
     committer: OutputCommitter
     worker_stop_ids: list[int]
+    outbox: Outbox
     attempt: int = 0
     committed_ids: list[int] = field(default_factory=list)  # all generated tokens of done blocks
     block_index: int = field(init=False)
-    dllm_incomplete_ids: bytes = field(init=False)  # packed ids of the block that is not done
-    dllm_incomplete_mask: bytes = field(init=False)  # packed bits
-    dllm_step_count: int = 0
-    dllm_algo_state: bytes = b""
     forwards: int = 0
     rounds: int = 0
     published_tokens: int = 0
@@ -43,6 +42,8 @@ class Request:
     cached_tokens: int = 0
     is_finished: bool = False
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    _incomplete: Snapshot = field(init=False)
+    _unread: tuple[pb.RowReplies, int] | None = None  # a newer one, in the reply that brought it
 
     def __post_init__(self) -> None:
         self.block_index = len(self.spec.prompt_ids) // self.block_size
@@ -51,10 +52,27 @@ class Request:
 
     def _set_fresh_block(self, known_ids: list[int]) -> None:
         num_masked = self.block_size - len(known_ids)
-        self.dllm_incomplete_ids = pack_ids(known_ids + [self.mask_token_id] * num_masked)
-        self.dllm_incomplete_mask = pack_bits([False] * len(known_ids) + [True] * num_masked)
-        self.dllm_step_count = 0
-        self.dllm_algo_state = b""
+        ids = pack_ids(known_ids + [self.mask_token_id] * num_masked)
+        mask = pack_bits([False] * len(known_ids) + [True] * num_masked)
+        self._incomplete, self._unread = Snapshot(self.block_index, ids, mask, 0, b""), None
+
+    @property
+    def incomplete(self) -> Snapshot:
+        """The block that is not done, as last reported."""
+        if self._unread is not None:
+            rows, place = self._unread
+            self._incomplete, self._unread = read_snapshot(rows, place, self.block_size), None
+        return self._incomplete
+
+    @property
+    def dllm_incomplete_ids(self) -> bytes:
+        """Its packed ids."""
+        return self.incomplete.ids
+
+    @property
+    def dllm_algo_state(self) -> bytes:
+        """The algorithm's state for it; never looked into."""
+        return self.incomplete.algo_state
 
     @property
     def num_positions(self) -> int:
@@ -65,7 +83,7 @@ class Request:
         """Begin, or go on elsewhere, from the committed tokens and the incomplete block. `attempt` must rise."""
         self.attempt = attempt
         prefix = (self.spec.prompt_ids + self.committed_ids)[: self.block_index * self.block_size]
-        sampling = self.spec.sampling
+        sampling, block = self.spec.sampling, self.incomplete
         return pb.StartRow(
             request_id=self.spec.request_id,
             attempt=self.attempt,
@@ -73,8 +91,8 @@ class Request:
             prefix_ids=pack_ids(prefix),
             block_index=self.block_index,
             block_ids=self.dllm_incomplete_ids,
-            block_mask=self.dllm_incomplete_mask,
-            step_count=self.dllm_step_count,
+            block_mask=block.mask,
+            step_count=block.step_count,
             algorithm=self.spec.algorithm,
             algorithm_params=self.spec.algorithm_params,
             algo_state=self.dllm_algo_state,
@@ -89,12 +107,10 @@ class Request:
             tokens_left=self.spec.max_new_tokens - len(self.committed_ids),
         )
 
-    def keep_snapshot(self, block_index: int, ids: bytes, mask: bytes, step_count: int, algo_state: bytes) -> None:
-        """The incomplete block as a reply shows it; one of another block is dropped."""
-        if block_index == self.block_index:
-            assert len(ids) == 4 * self.block_size and len(mask) == packed_bits_size(self.block_size)
-            self.dllm_incomplete_ids, self.dllm_incomplete_mask = ids, mask
-            self.dllm_step_count, self.dllm_algo_state = step_count, algo_state
+    def keep_snapshot(self, rows: pb.RowReplies, place: int) -> None:
+        """The incomplete block as a reply shows it at `place`; one of another block is dropped."""
+        if rows.block_indexes[place] == self.block_index:
+            self._unread = (rows, place)
 
     def commit_block(self, block_index: int, ids: list[int]) -> bool:
         """A done block: publish what it brings and begin the next. False: an older block, dropped."""
@@ -115,7 +131,7 @@ class Request:
                 committed_ids=self.committed_ids[self.num_told_ids :],
             )
             self.num_told_ids = len(self.committed_ids)
-            self.events.put_nowait(api.GenerateResponse(committed=committed))
+            self.outbox.put(self.events, api.GenerateResponse(committed=committed))
         if self.committer.finish is not None:
             self.finish(_finished(self.committer.finish))
         return True
@@ -133,13 +149,13 @@ class Request:
                     rounds=self.rounds,
                 )
             )
-            self.events.put_nowait(api.GenerateResponse(finished=finished))
+            self.outbox.put(self.events, api.GenerateResponse(finished=finished))
 
     def fail(self, error: ServiceError) -> None:
         """End with an error instead of Finished."""
         if not self.is_finished:
             self.is_finished = True
-            self.events.put_nowait(error)
+            self.outbox.put(self.events, error)
 
 
 def _finished(finish: Finish) -> api.Finished:

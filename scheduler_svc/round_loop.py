@@ -146,7 +146,9 @@ class RoundLoop:
     def _send_next(self) -> bool:
         """Send a round if one is due."""
         num_in_flight, limit = len(self._in_flight), self.settings.rounds_in_flight
-        if num_in_flight > limit:
+        # A round that starts rows waits for a boundary in FDFO. In SYNC it would wait for a whole round, and keep out
+        # what arrives meanwhile.
+        if num_in_flight >= limit + self.settings.dllm_fdfo:
             return False
         free_before = self._room.pages
         starting = admit(self.queue, self._room, len(self.running))
@@ -211,7 +213,7 @@ class RoundLoop:
             if row.done is not None:
                 self.counters.blocks_done += request.commit_block(*row.done)
             elif row.snapshot is not None:
-                request.keep_snapshot(*row.snapshot)
+                request.keep_snapshot(reply.rows, row.snapshot)
             if self._settle(request, row.status, row.done is not None, row.error):
                 back.append(request)
         self.queue.push_front(back)

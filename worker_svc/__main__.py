@@ -31,6 +31,8 @@ from worker_svc.warm_up import warm_up
 DEFAULT_MAX_TOTAL_TOKENS = 65_536
 DRAIN_GRACE_S = 10.0
 PROGRESS_EVERY_S = 2.0
+# The device thread comes back from a forward and wants the interpreter from the gRPC thread; the usual 5 ms is long.
+SWITCH_INTERVAL_S = 0.0005
 
 log = structlog.get_logger()
 
@@ -145,6 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Load a model and run rounds over it for schedulers.",
         examples=["python -m worker_svc --model-path models/tiny-llada2 --port 50052"],
     )
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logging(settings.log_format, settings.log_level)
     structlog.contextvars.bind_contextvars(service="worker")
     try:

@@ -10,7 +10,7 @@ with this forward denoises in it too: its own block follows the chunk, and block
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Batch:
     active: Tensor  # bool [R]; False = a done row that keeps its place in a SYNC round
     groups: list[Group]
     inputs: ForwardInput
+    starts: int  # `SlotColumns.starts` when it was built
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,36 @@ class RowFlags:
     over_bound: bool
 
 
-def build_batch(rows: list[Row], active: list[bool], columns: SlotColumns) -> Batch:
-    """The batch of `rows`; O(rows), done only when one joins or leaves."""
+def build_batch(rows: list[Row], active: list[bool], columns: SlotColumns, last: Batch | None = None) -> Batch:
+    """The batch of `rows`; O(rows), done only when a row joins, leaves or begins a block.
+
+    What `last`, the batch before, gathered of the same rows is taken over.
+    """
     device = columns.device
-    slots = torch.tensor([row.slot for row in rows], dtype=torch.int64, device=device)
+    if last is not None and last.starts == columns.starts and last.rows == rows:
+        slots, logits_units = last.slots, last.inputs.logits_units
+        groups = [replace(group, editable=columns.editable(group.slots)) for group in last.groups]
+    else:
+        slots = torch.tensor([row.slot for row in rows], dtype=torch.int64, device=device)
+        logits_units = torch.arange(len(rows), device=device)
+        groups = _groups(rows, slots, columns)
+    inputs = ForwardInput(
+        ids=columns.ids[slots],
+        slots=slots,
+        block_index=columns.block_index[slots],
+        segments=tuple([Segment(unit, 1, row.block_index) for unit, row in enumerate(rows)]),
+        logits_units=logits_units,
+    )
+    is_active = torch.tensor(active, dtype=torch.bool, device=device)
+    return Batch(rows, slots, is_active, groups, inputs, columns.starts)
+
+
+def _groups(rows: list[Row], slots: Tensor, columns: SlotColumns) -> list[Group]:
+    """The rows by algorithm."""
     groups = []
     for name in dict.fromkeys(row.algorithm for row in rows):
         members = [place for place, row in enumerate(rows) if row.algorithm == name]
-        places = torch.tensor(members, device=device)
+        places = torch.tensor(members, device=columns.device)
         own = slots[places]
         groups.append(
             Group(
@@ -82,14 +105,7 @@ def build_batch(rows: list[Row], active: list[bool], columns: SlotColumns) -> Ba
                 params={key: column[own] for key, column in columns.params[name].items()},
             )
         )
-    inputs = ForwardInput(
-        ids=columns.ids[slots],
-        slots=slots,
-        block_index=columns.block_index[slots],
-        segments=tuple(Segment(unit, 1, row.block_index) for unit, row in enumerate(rows)),
-        logits_units=torch.arange(len(rows), device=device),
-    )
-    return Batch(rows, slots, torch.tensor(active, dtype=torch.bool, device=device), groups, inputs)
+    return groups
 
 
 def forward_input(batch: Batch, chunks: Sequence[Chunk], columns: SlotColumns) -> ForwardInput:

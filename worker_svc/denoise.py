@@ -91,6 +91,7 @@ class DenoiseLoop:
         self._start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
         self.clock = clock
         self._batch: Batch | None = None
+        self._batch_is_stale = True
         self._tally: list[tuple[Round, int, int]] = []  # denoising and waiting rows of the batch by round
         self._past_generations: dict[str, int] = {}
         self._last_refusal_at = float("-inf")
@@ -180,7 +181,8 @@ class DenoiseLoop:
         if not any(session.active for session in self.sessions.values()):
             return False
         chunks = self._plan_prefill()
-        batch = self._batch = self._batch or self._build_batch()
+        batch = self._batch = self._build_batch() if self._batch is None or self._batch_is_stale else self._batch
+        self._batch_is_stale = False
         inputs = forward_input(batch, chunks, self.columns)
         launched_at = self.clock()
         logits = self.runner.forward(inputs, self.kv)
@@ -236,7 +238,7 @@ class DenoiseLoop:
         errors = (pb.ROW_STATUS_NO_KV_SPACE, pb.ROW_STATUS_SLOT_MISSING, pb.ROW_STATUS_BAD_STATE)
         round_.eventful = any(entry.status in errors for entry in round_.rows)
         round_.work.allocator_calls += self.pool.num_calls - calls_before
-        self._batch = None
+        self._batch_is_stale = True
 
     def _start(self, session: Session, message: pb.StartRow) -> RoundRow:
         """Take slot and pages for prefix and block at once, or nothing. An older attempt is freed first."""
@@ -290,7 +292,7 @@ class DenoiseLoop:
                 if row.prefilled_blocks == len(row.prefix):
                     row.phase = Phase.DENOISE  # in this very forward (batch.py)
                     entry.joined_after = round_.work.forwards
-                    self._batch = None
+                    self._batch_is_stale = True
         return chunks
 
     def _active_rounds(self) -> Iterable[Round]:
@@ -311,7 +313,7 @@ class DenoiseLoop:
                         active.append(denoises)
             num_active = sum(active[first:])
             self._tally.append((round_, num_active, len(rows) - first - num_active))
-        return build_batch(rows, active, self.columns)
+        return build_batch(rows, active, self.columns, self._batch)
 
     def _account(self, chunks: list[Chunk], launched_at: float, device_ms: float) -> None:
         """Count the forward that just ended, before its rows are settled."""
@@ -336,7 +338,7 @@ class DenoiseLoop:
         round_, entry = row.session.active, row.entry
         assert round_ is not None and entry is not None
         round_.eventful = True
-        self._batch = None
+        self._batch_is_stale = True
         entry.forwards = round_.work.forwards - entry.joined_after
         if flags.done:
             row.phase = Phase.DONE
@@ -377,7 +379,7 @@ class DenoiseLoop:
                 draining=self.draining,
             )
         )
-        self._batch = None
+        self._batch_is_stale = True
 
     def _free(self, row: Row, status: pb.RowStatus) -> None:
         """The one place where a row leaves the worker."""
@@ -386,7 +388,7 @@ class DenoiseLoop:
         if row.entry is not None:
             row.entry.row, row.entry.status = None, status
             row.entry = None
-        self._batch = None
+        self._batch_is_stale = True
 
     def forget(self, session: Session, error: ServiceError) -> None:
         """Forget a scheduler: its rounds are refused, its rows freed."""

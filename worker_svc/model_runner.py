@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,8 +13,7 @@ from worker_svc.kv.store import KVStore
 from worker_svc.models.base import BlockModel
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Consecutive blocks of one slot, known on the host: units [first_unit, first_unit + num_units) of the forward.
 
     The first `num_prefill_units` of them are a chunk of a prefix; the rest denoise: the row's block, or two blocks

@@ -36,7 +36,7 @@ class RoundRequest:
     arrived_at: float = 0.0  # seconds of the worker's clock; 0 = when the loop takes it
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RoundRow:
     """One line of a round. Its row is None once it has no place here: missing, freed, ended before, or in error."""
 

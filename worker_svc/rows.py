@@ -127,6 +127,7 @@ class SlotColumns:
         self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
         self.top_k, self.seed, self.sample_index = integers(slots), integers(slots), integers(slots)
         self.offsets = torch.arange(size, device=device)
+        self.starts = 0  # rows written so far
         for name, algorithm in ALGORITHMS.items():
             self.params[name] = {param.name: floats() for param in algorithm.params}
             self.states[name] = algorithm.init_step_state(slots, device)
@@ -134,6 +135,7 @@ class SlotColumns:
 
     def write(self, slot: int, start: Start) -> None:
         """Put a starting row into its slot."""
+        self.starts += 1
         self.ids[slot] = start.block_ids.to(self.device)
         self.masked[slot] = start.block_mask.to(self.device)
         self.block_index[slot] = start.block_index

@@ -19,10 +19,10 @@ def decode_names(names: pb.RowNames, field: str) -> list[RowName]:
         raise InvalidField(field, "request_ids, sample_indexes and attempts must have one entry a row each")
     if len(names.request_ids) > MAX_ROWS_PER_ROUND:
         raise InvalidField(field, f"at most {MAX_ROWS_PER_ROUND} rows a round")
-    decoded = [RowName(RowKey(name, sample), attempt) for name, sample, attempt in zip(*columns, strict=True)]
-    if len({name.key for name in decoded}) != len(decoded):
+    keys = list(map(RowKey, names.request_ids, names.sample_indexes))
+    if len(set(keys)) != len(keys):
         raise InvalidField(field, "a row is named twice")
-    return decoded
+    return list(map(RowName, keys, names.attempts))
 
 
 def check_scheduler_id(scheduler_id: str) -> None:

@@ -186,7 +186,7 @@ def test_a_lost_worker_is_continued_in_mid_block_on_the_restarted_one() -> None:
         link.is_dead = True
         while bench.scheduler.has_worker:
             await asyncio.sleep(0)
-        assert [request.dllm_step_count for request in requests] == [before] * 3 or before >= 5
+        assert [request.incomplete.step_count for request in requests] == [before] * 3 or before >= 5
         assert len(bench.scheduler.queue) == 3
         link.loop, link.is_dead = make_loop(), False
         for request in requests:

@@ -1,0 +1,32 @@
+"""Events on their way to the streams that wait for them.
+
+Applying a reply makes events and makes the next round possible. Writing the stream messages of a few blocks takes a
+processor as long as a round's whole way to the worker; the round goes first, because the device may be waiting for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scheduler_svc.request import Event
+
+HOLD_S = 0.001
+
+
+class Outbox:
+    """Hands events over in order, a moment after they were put in."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[asyncio.Queue[Event], Event]] = []
+
+    def put(self, stream: asyncio.Queue[Event], event: Event) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(HOLD_S, self._hand_over)
+        self._waiting.append((stream, event))
+
+    def _hand_over(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for stream, event in waiting:
+            stream.put_nowait(event)
