@@ -166,8 +166,9 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
-    bench_cli.add_replay_arguments(parser)
+    where = parser.add_mutually_exclusive_group()
+    _add_target(where)
+    bench_cli.add_replay_arguments(parser, where)
 
 
 def _add_temperature(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +186,7 @@ def _add_algorithm(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
+def _add_target(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--target",
         type=_targets,

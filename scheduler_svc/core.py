@@ -15,7 +15,7 @@ from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.commit import OutputCommitter
-from scheduler_svc.outbox import Outbox
+from scheduler_svc.outbox import HOLD_S, Outbox
 from scheduler_svc.queue import RequestQueue
 from scheduler_svc.request import Request
 from scheduler_svc.round_loop import RoundLoop
@@ -42,8 +42,9 @@ class Scheduler:
         settings: SchedulerSettings,
         algorithm_params: Mapping[str, float],
         connect: Callable[[str, str], Link] = WorkerLink,
+        hold_events_s: float = HOLD_S,
     ) -> None:
-        """`connect` makes the link to a worker from its target and our scheduler id."""
+        """`connect` makes the link to a worker from its target and our scheduler id; `hold_events_s`: see Outbox."""
         self.folder = folder
         self.settings = settings
         self.scheduler_id = secrets.token_hex(8)
@@ -52,7 +53,7 @@ class Scheduler:
         self.is_closing = False
         self.queue = RequestQueue(settings.max_queued_requests)
         self._codec = TextCodec(folder.path)
-        self._outbox = Outbox()
+        self._outbox = Outbox(hold_events_s)
         self._algorithm = settings.dllm_algorithm
         self._algorithm_params = algorithm_params
         self._rules: Rules | None = None

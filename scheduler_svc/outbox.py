@@ -16,14 +16,15 @@ HOLD_S = 0.001
 
 
 class Outbox:
-    """Hands events over in order, a moment after they were put in."""
+    """Hands events over in order, `hold_s` seconds after they were put in."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold_s: float = HOLD_S) -> None:
+        self._hold_s = hold_s
         self._waiting: list[tuple[asyncio.Queue[Event], Event]] = []
 
     def put(self, stream: asyncio.Queue[Event], event: Event) -> None:
         if not self._waiting:
-            asyncio.get_running_loop().call_later(HOLD_S, self._hand_over)
+            asyncio.get_running_loop().call_later(self._hold_s, self._hand_over)
         self._waiting.append((stream, event))
 
     def _hand_over(self) -> None:

@@ -6,5 +6,6 @@ measure     a load against live schedulers, or anything else that streams and co
 metrics     figures from records and counters
 report      the figures as a table and as JSON; page and plots: as HTML
 progress    what a person sees meanwhile
+virtual     servers in this process, under the clock of virtual_time; needs the services' extras too
 cli         flags
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -13,15 +14,17 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.settings import add_flags, settings_from
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client.bench.load import Load
 from fdfo_client.bench.measure import Measurement, World, connect, measure
 from fdfo_client.bench.progress import progress
 from fdfo_client.bench.report import Report, make_report, table, to_json
+from fdfo_client.bench.virtual_time import run_virtually
 from fdfo_client.bench.workload import (
     LENGTHS_HELP,
     Item,
@@ -35,10 +38,30 @@ from fdfo_client.bench.workload import (
     synthetic_options,
     write_trace,
 )
+from scheduler_svc.settings import SchedulerSettings
+from worker_svc.settings import WorkerSettings
 
 T = TypeVar("T")
 
-EXTRA = ("jinja2", "matplotlib", "numpy", "rich")
+# Of each extra, packages that tell whether it is installed.
+EXTRA = {"bench": ("jinja2", "matplotlib", "numpy", "rich")}
+VIRTUAL_EXTRAS = EXTRA | {"scheduler": ("structlog", "tokenizers"), "worker": ("torch",)}
+SIMULATED_MODEL_PATH = Path("models/simulated-h200-llada2-mini")
+# Settings of the services that mean nothing without addresses, logs and a device.
+NOT_VIRTUAL = (
+    "model_path",
+    "host",
+    "port",
+    "workers",
+    "log_format",
+    "log_level",
+    "exit_with_parent",
+    "dtype",
+    "device",
+    "attention_backend",
+    "batch_invariant",
+    "num_threads",
+)
 DEFAULT_CONCURRENCY = 16
 DEFAULT_REQUESTS = 100
 DEFAULT_LENGTHS = "128"
@@ -63,6 +86,8 @@ which it is sent, and its options: "prompt", "prompt_ids" or "messages", "max_ne
 examples:
   fdfo replay trace.jsonl
   fdfo replay trace.jsonl --speed 4 --html report.html --json report.json
+  fdfo replay trace.jsonl --virtual-time                      # the services and a simulated device in this process
+  fdfo replay trace.jsonl --virtual-time --no-dllm-fdfo --network-delay-ms 0.5
 
 exit status: 0 done, 1 failed or a request failed, 2 wrong usage, 130 cut short by Ctrl-C"""
 
@@ -114,11 +139,48 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--record", type=_output_file, metavar="FILE", help="write what was sent when, for `fdfo replay`")
 
 
-def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `fdfo replay`, but for --target."""
+def add_replay_arguments(parser: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
+    """The flags of `fdfo replay`, but for --target, which is one of the group `where`."""
     parser.add_argument("trace", type=Path, metavar="FILE", help="a trace, as `fdfo bench --record` writes it")
     parser.add_argument("--speed", type=_above_zero, default=1.0, metavar="X", help="send X times faster (1)")
     _add_output_arguments(parser)
+    where.add_argument(
+        "--virtual-time",
+        action="store_true",
+        help="send to a scheduler and workers in this process whose device is simulated, under a clock that jumps: "
+        "the same figures on every machine, and no wait; needs the extras scheduler and worker",
+    )
+    parser.set_defaults(virtual_flags=_add_virtual_arguments(parser))
+
+
+def _add_virtual_arguments(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The flags that need --virtual-time, by their names among the parsed arguments: there only where given."""
+    group = parser.add_argument_group("with --virtual-time")
+    group.add_argument(
+        "--model-path",
+        type=Path,
+        metavar="DIR",
+        help=f"folder of a simulated model ({default_simulated_model_path()})",
+    )
+    group.add_argument("--workers", dest="num_workers", type=_whole(1), metavar="N", help="workers (1)")
+    group.add_argument(
+        "--network-delay-ms",
+        type=_zero_or_more,
+        metavar="D",
+        help="what each message between scheduler and worker takes, one way (0)",
+    )
+    of_scheduler = {field.name for field in dataclasses.fields(SchedulerSettings)}
+    add_flags(group, SchedulerSettings, skip=NOT_VIRTUAL)
+    add_flags(group, WorkerSettings, skip={*NOT_VIRTUAL, *of_scheduler})
+    for action in group._group_actions:
+        action.default = argparse.SUPPRESS
+    return {action.dest: "/".join(action.option_strings) for action in group._group_actions}
+
+
+def default_simulated_model_path() -> Path:
+    """The simulated model that ships: below the current folder, else beside this package in a checkout."""
+    in_checkout = Path(__file__).resolve().parents[2] / SIMULATED_MODEL_PATH
+    return in_checkout if in_checkout.is_dir() and not SIMULATED_MODEL_PATH.is_dir() else SIMULATED_MODEL_PATH
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +192,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench(arguments: argparse.Namespace) -> int:
     """`fdfo bench`."""
-    _require_extra()
+    _require(EXTRA)
     dataset: list[dict[str, Any]] | None = None
     if arguments.dataset is not None:
         dataset, left_out = read_dataset(arguments.dataset)
@@ -144,15 +206,47 @@ def bench(arguments: argparse.Namespace) -> int:
 
 def replay(arguments: argparse.Namespace) -> int:
     """`fdfo replay`."""
-    _require_extra()
+    if not arguments.virtual_time:
+        for name, flag in arguments.virtual_flags.items():
+            if name in arguments:
+                raise InvalidRequest(f"{flag}: goes with --virtual-time; give that too, or leave {flag} out", name)
+    _require(VIRTUAL_EXTRAS if arguments.virtual_time else EXTRA)
     items = replay_items(read_trace(arguments.trace), arguments.speed, arguments.timeout)
 
-    async def against_servers() -> Report:
-        async with connect(arguments.target) as world:
+    async def against(servers: contextlib.AbstractAsyncContextManager[World], settings: dict[str, Any]) -> Report:
+        async with servers as world:
             measurement = await run(world, items, total=len(items), concurrency=None)
-            return make_report("replay", settings_of(arguments), world, measurement)
+            return make_report("replay", settings, world, measurement)
 
-    return finish(asyncio.run(against_servers()), arguments)
+    if arguments.virtual_time:
+        report = run_virtually(against(*_virtual_servers(arguments)))
+    else:
+        report = asyncio.run(against(connect(arguments.target), settings_of(arguments)))
+    return finish(report, arguments)
+
+
+def _virtual_servers(
+    arguments: argparse.Namespace,
+) -> tuple[contextlib.AbstractAsyncContextManager[World], dict[str, Any]]:
+    """What the flags of --virtual-time ask for, and all flags as JSON has them."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: its tensors are too small here for more threads
+    from common.logging import configure_logging
+    from fdfo_client.bench.virtual import read_simulated_folder, virtual_world
+
+    configure_logging("console", "warning")
+    defaults = {"model_path": default_simulated_model_path(), "num_workers": 1, "network_delay_ms": 0.0}
+    given = argparse.Namespace(**defaults | vars(arguments))
+    scheduler, worker = settings_from(SchedulerSettings, given), settings_from(WorkerSettings, given)
+    servers = virtual_world(
+        read_simulated_folder(given.model_path, scheduler.context_length),
+        scheduler,
+        worker,
+        num_workers=given.num_workers,
+        network_delay_ms=given.network_delay_ms,
+    )
+    every = dataclasses.asdict(worker) | dataclasses.asdict(scheduler) | vars(given)
+    shown = {name: _plain(every[name]) for name in arguments.virtual_flags}
+    return servers, settings_of(arguments) | shown | {"target": []}
 
 
 async def _bench(arguments: argparse.Namespace, dataset: list[dict[str, Any]] | None) -> Report:
@@ -263,7 +357,8 @@ def recorded_items(measurement: Measurement) -> Iterator[Item]:
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags as JSON has them."""
-    return {name: _plain(value) for name, value in vars(arguments).items() if name not in ("command", "target")} | {
+    others = ("command", "target", "virtual_flags")
+    return {name: _plain(value) for name, value in vars(arguments).items() if name not in others} | {
         "target": list(arguments.target)
     }
 
@@ -283,9 +378,15 @@ def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGINT)
 
 
-def _require_extra() -> None:
-    if any(importlib.util.find_spec(name) is None for name in EXTRA):
-        raise FdfoError("this command needs more than the client: install the extra: pip install 'fdfo[bench]'")
+def _require(extras: Mapping[str, Iterable[str]]) -> None:
+    """Raises FdfoError naming the extras of which a package is missing."""
+    missing = [
+        extra for extra, names in extras.items() if any(importlib.util.find_spec(name) is None for name in names)
+    ]
+    if missing:
+        raise FdfoError(
+            f"this command needs more than the client: install the extra: pip install 'fdfo[{','.join(missing)}]'"
+        )
 
 
 def _say(line: str) -> None:
@@ -314,13 +415,25 @@ def _whole(least: int) -> Callable[[str], int]:
 
 
 def _above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def _zero_or_more(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _number(text: str) -> float:
+    """NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _output_file(text: str) -> Path:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -54,12 +54,12 @@ def _lines(what: str, total: int | None) -> Iterator[OnProgress]:
 
 
 def _at_most_every(seconds: float, show: OnProgress) -> OnProgress:
-    """show, called for the first time after so many seconds."""
+    """show, called for the first time after so many seconds: a person's, also when the load's time is virtual."""
     shown_at: float | None = None
 
     def on_progress(load: Load) -> None:
         nonlocal shown_at
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         if shown_at is None:
             shown_at = now
         elif now - shown_at >= seconds:

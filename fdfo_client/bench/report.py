@@ -98,7 +98,7 @@ def number(value: float | None) -> str:
     """A figure for a person."""
     if value is None:
         return "-"
-    return f"{value:d}" if isinstance(value, int) else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return f"{value:d}" if isinstance(value, int) else f"{value:z.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
 def _server_rows(server: ServerFigures) -> list[str]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fdfo_client import Committed, Event, FdfoError, Finished, Started, Usage
 from fdfo_client.bench.load import Commit, Load
+from fdfo_client.bench.virtual_time import run_virtually
 from fdfo_client.bench.workload import Item
-from tests.client.virtual_time import run_virtually
 
 
 class Server:

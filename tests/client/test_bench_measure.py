@@ -12,8 +12,8 @@ from fdfo_client.bench.load import Load
 from fdfo_client.bench.measure import Measurement, World, measure
 from fdfo_client.bench.page import render
 from fdfo_client.bench.report import Report, make_report, table
+from fdfo_client.bench.virtual_time import run_virtually
 from fdfo_client.bench.workload import Item
-from tests.client.virtual_time import run_virtually
 
 ZERO = ServerCounters(*[0] * len(dataclasses.fields(ServerCounters)))
 

@@ -36,7 +36,7 @@ class Bench:
             self.links.append(InMemoryLink(loops[len(self.links)], scheduler_id, FOLDER.context_length))
             return self.links[-1]
 
-        self.scheduler = Scheduler(FOLDER, SchedulerSettings(**values), {}, connect)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(FOLDER, SchedulerSettings(**values), {}, connect, 0.0)  # type: ignore[arg-type]
 
     async def submit(self, request_id: str, prompt: list[int], max_new_tokens: int = 40, **fields: object) -> Request:
         message = api.GenerateRequest(
