@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint typecheck format protos protos-baseline gpu-check clean
+.PHONY: help venv demo bench bench-quick test test-long lint typecheck format protos protos-baseline gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -59,6 +59,12 @@ protos-baseline: $(STAMP) ## at a release: take today's protos as what must not 
 	$(BIN)/buf build --exclude-source-info --output protos/baseline.binpb
 
 # On a machine with its own torch for CUDA and no .venv, that Python is used.
+bench: $(STAMP) ## measure everything against its baselines (up to 20 minutes)
+	@$(BIN)/python -m bench --json bench.json
+
+bench-quick: $(STAMP) ## the same with five short runs each (under 3 minutes)
+	@$(BIN)/python -m bench --quick
+
 gpu-check: ## torch attention on CUDA against the CPU; needs a GPU
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py
 

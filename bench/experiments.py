@@ -36,16 +36,18 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: runs of each case, requests per place, tokens per request, rounds."""
+    """How much is measured."""
 
-    runs: int
-    requests_per_row: int
-    output_tokens: int
+    runs: int  # of each case
+    requests: Mapping[int, int]  # by rows of the worker
+    reloop_requests: int  # per row
+    tiny_requests: int  # per row
     rounds: int
 
 
-QUICK = Scale(runs=5, requests_per_row=2, output_tokens=3 * BLOCK, rounds=60)
-FULL = Scale(runs=7, requests_per_row=4, output_tokens=5 * BLOCK, rounds=300)
+OUTPUT_TOKENS = 3 * BLOCK
+QUICK = Scale(runs=5, requests={4: 20, 16: 64, 64: 160}, reloop_requests=1, tiny_requests=2, rounds=60)
+FULL = Scale(runs=7, requests={4: 60, 16: 192, 64: 512}, reloop_requests=4, tiny_requests=4, rounds=300)
 
 
 @dataclass(frozen=True)
@@ -115,16 +117,16 @@ def modes(services: Services, scale: Scale, progress: Progress) -> Iterator[Case
     """FDFO and SYNC on the simulated device, all places always taken, beside the ideal of the same draws."""
     profile = read_profile(read_model_folder(SIMULATED))
     for num_rows in (4, 16, 64):
-        prompts = random_prompts(num_rows * scale.requests_per_row, PROMPT_TOKENS)
+        prompts = random_prompts(scale.requests[num_rows], PROMPT_TOKENS)
         draws: list[list[list[int]]] = []
 
         def measure(mode: str, target: str, prompts: Prompts, num_rows: int, draws: list[list[list[int]]]) -> Figures:
-            run = run_closed(target, prompts, scale.output_tokens, 2 * num_rows, together=mode == "SYNC")
+            run = run_closed(target, prompts, OUTPUT_TOKENS, 2 * num_rows, together=mode == "SYNC")
             draws.append(run.draws)
             return _figures(run)
 
         worker = services.workers(SIMULATED, num_rows)
-        flags = {"FDFO": "--rounds-in-flight=1", "SYNC": "--no-dllm-fdfo"}
+        flags = {"FDFO": "--dllm-fdfo", "SYNC": "--no-dllm-fdfo"}
         with services.schedulers(SIMULATED, [(worker, [flag]) for flag in flags.values()]) as targets:
             cases = interleaved(
                 scale,
@@ -154,7 +156,7 @@ def re_loop(services: Services, scale: Scale, progress: Progress) -> Iterator[Ca
     delays_ms, limits = (0.0, 0.5, 2.0), ("0", "1")
     for num_rows in (1, 4, 16):
         (worker,) = services.workers(SIMULATED, num_rows)
-        prompts = random_prompts(num_rows * max(1, scale.requests_per_row // 2), PROMPT_TOKENS)
+        prompts = random_prompts(num_rows * scale.reloop_requests, PROMPT_TOKENS)
         each = [
             ([services.delayed(worker, delay_ms)], ["--rounds-in-flight", "1", "--max-forwards", limit])
             for delay_ms, limit in itertools.product(delays_ms, limits)
@@ -165,7 +167,7 @@ def re_loop(services: Services, scale: Scale, progress: Progress) -> Iterator[Ca
                 progress,
                 {
                     f"{num_rows} rows, {delay_ms:g} ms, max_forwards {limit}": partial(
-                        _closed_figures, target, prompts, scale.output_tokens, num_rows
+                        _closed_figures, target, prompts, OUTPUT_TOKENS, num_rows
                     )
                     for (delay_ms, limit), target in zip(itertools.product(delays_ms, limits), targets, strict=True)
                 },
@@ -194,7 +196,7 @@ def in_place(services: Services, scale: Scale, progress: Progress) -> Iterator[C
     (worker,) = services.workers(SIMULATED, num_rows)
 
     def measure(restarts: bool) -> Figures:
-        trips = asyncio.run(measure_rounds(worker, num_rows, scale.rounds, restarts=restarts))
+        trips = asyncio.run(measure_rounds(worker, num_rows, scale.rounds, num_blocks=4, restarts=restarts))
         continuing = [trip for trip in trips if trip.num_new_blocks == 0]
         return {
             "allocator calls/round": statistics.mean(trip.allocator_calls for trip in continuing),
@@ -232,7 +234,7 @@ def plain(services: Services, scale: Scale, progress: Progress) -> Iterator[Case
         return run_plain(loop.runner, loop.config, prompts, TINY_OUTPUT_TOKENS, num_rows=num_rows)
 
     for num_rows in (16, 64):
-        prompts = list(itertools.islice(itertools.cycle(encoded), num_rows * max(1, scale.requests_per_row // 2)))
+        prompts = list(itertools.islice(itertools.cycle(encoded), num_rows * scale.tiny_requests))
         worker = services.workers(TINY, num_rows)
         with services.schedulers(TINY, [(worker, [])]) as (target,):
             served, plain_loop = interleaved(
@@ -263,7 +265,7 @@ def round_trip(services: Services, scale: Scale, progress: Progress) -> Iterator
     (worker,) = services.workers(SIMULATED, 64)
 
     def measure() -> Figures:
-        trips = asyncio.run(measure_rounds(worker, 64, scale.rounds, max_forwards=1))
+        trips = asyncio.run(measure_rounds(worker, 64, scale.rounds, num_blocks=16))
         return {name.replace("_", " "): value for name, value in medians(trips).items()}
 
     (case,) = interleaved(scale, progress, {"RunRound, 64 rows": measure}).values()
@@ -282,8 +284,8 @@ def workers(services: Services, scale: Scale, progress: Progress) -> Iterator[Ca
                 f"{count} x 16 rows": partial(
                     _closed_figures,
                     target,
-                    random_prompts(16 * count * scale.requests_per_row, PROMPT_TOKENS),
-                    scale.output_tokens,
+                    random_prompts(count * scale.requests[16], PROMPT_TOKENS),
+                    OUTPUT_TOKENS,
                     32 * count,
                 )
                 for count, target in zip(counts, schedulers, strict=True)

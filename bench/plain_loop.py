@@ -177,7 +177,11 @@ class _Loop:
 
     def _forward(self) -> list[Row]:
         """One forward and step; the rows whose block is done."""
-        chunks = self._next_chunks() if self.keeps_kv else [Chunk(row, 0, row.block_index) for row in self.rows]
+        chunks = (
+            self._next_chunks()
+            if self.keeps_kv
+            else [Chunk(row, 0, row.block_index) for row in self.rows if row.block_index]
+        )
         denoising = [row for row in self.rows if row.phase is Phase.DENOISE]
         if self.batch is None or len(denoising) > len(self.batch.rows):
             self.batch = build_batch(denoising, [True] * len(denoising), self.columns)

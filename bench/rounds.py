@@ -16,8 +16,7 @@ from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
 from scheduler_svc.replies import RowReply, Snapshot, read_rows, read_snapshot
 
-PROMPT_BLOCKS = 2
-BLOCKS_PER_REQUEST = 4
+PROMPT_BLOCKS = 1
 NUM_WARM_ROUNDS = 20
 
 
@@ -64,6 +63,7 @@ class BenchRow:
     number: int
     info: pb.GetWorkerInfoResponse
     random: Random
+    num_blocks: int  # of each request's output
     attempt: int = 0
     is_running: bool = False
     begins_block: bool = True
@@ -104,7 +104,7 @@ class BenchRow:
             index, ids = reply.done
             self.prefix += pack_ids(ids)
             self._set_block(index + 1)
-            if index + 1 == PROMPT_BLOCKS + BLOCKS_PER_REQUEST:
+            if index + 1 == PROMPT_BLOCKS + self.num_blocks:
                 self._set_request()
         elif reply.snapshot is not None:
             self.block = read_snapshot(rows, reply.snapshot, self.info.block_size)
@@ -121,9 +121,9 @@ class BenchRow:
 
 
 async def measure_rounds(
-    target: str, num_rows: int, num_rounds: int, *, max_forwards: int = 0, restarts: bool = False
+    target: str, num_rows: int, num_rounds: int, *, num_blocks: int, restarts: bool = False
 ) -> list[RoundTrip]:
-    """`num_rounds` FDFO rounds, one in flight, over rows that go on block after block and request after request.
+    """`num_rounds` FDFO rounds of one forward, one in flight, over requests of `num_blocks` blocks, one after another.
 
     restarts: every row is started again in every round, from its snapshot, which frees its slot and pages first.
     """
@@ -132,7 +132,7 @@ async def measure_rounds(
         info: pb.GetWorkerInfoResponse = await stub.GetWorkerInfo(pb.GetWorkerInfoRequest())
         scheduler_id = f"bench-{time.monotonic_ns()}"
         random = Random(1)
-        rows = [BenchRow(number, info, random) for number in range(num_rows)]
+        rows = [BenchRow(number, info, random, num_blocks) for number in range(num_rows)]
         trips: list[RoundTrip] = []
         for round_id in range(1, num_rounds + NUM_WARM_ROUNDS + 1):
             built_at = time.perf_counter()
@@ -147,7 +147,7 @@ async def measure_rounds(
                 round_id=round_id,
                 acked_round_id=round_id - 1,
                 mode=pb.MODE_FDFO,
-                max_forwards=max_forwards,
+                max_forwards=1,
                 starts=[row.start() for row in starting],
                 continues=pb.RowNames(
                     request_ids=[row.name for row in going_on],

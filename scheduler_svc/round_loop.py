@@ -145,10 +145,11 @@ class RoundLoop:
 
     def _send_next(self) -> bool:
         """Send a round if one is due."""
-        num_in_flight, limit = len(self._in_flight), self.settings.rounds_in_flight
-        # A round that starts rows waits for a boundary in FDFO. In SYNC it would wait for a whole round, and keep out
-        # what arrives meanwhile.
-        if num_in_flight >= limit + self.settings.dllm_fdfo:
+        is_fdfo, num_in_flight = self.settings.dllm_fdfo, len(self._in_flight)
+        # A round that waits at the worker is next at a boundary in FDFO. In SYNC it would wait for a whole round, and
+        # keep out what arrives meanwhile.
+        limit = self.settings.rounds_in_flight if is_fdfo else 1
+        if num_in_flight >= limit + is_fdfo:
             return False
         free_before = self._room.pages
         starting = admit(self.queue, self._room, len(self.running))

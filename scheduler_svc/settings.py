@@ -49,7 +49,12 @@ class SchedulerSettings:
         True, help="a block leaves the batch as soon as it is done; off: all blocks of a batch wait for the slowest"
     )
     rounds_in_flight: int = setting(
-        1, help="continuing rounds kept at each worker; 2 hides the round trip", metavar="N", minimum=1, maximum=16
+        2,
+        help="continuing rounds kept at each worker: 1 lets the device wait for each round trip, 2 hides it; "
+        "--no-dllm-fdfo has always 1",
+        metavar="N",
+        minimum=1,
+        maximum=16,
     )
     max_queued_requests: int = setting(
         1024, help="requests that wait for a row; one more is refused", metavar="N", minimum=1

@@ -1,16 +1,17 @@
 """The tensors of one forward and of one step: rows of any algorithm, prompt chunks beside them.
 
-    units of a forward   | row 0 | row 1 | chunk of row 2, then row 2's own block | chunk of row 3 |
-    logits wanted of     |   x   |   x   |                                    x   |                |
+    units of a forward   | row 0 | row 1 | row 2 | chunk of row 2's prefix | chunk of row 3's prefix |
+    logits wanted of     |   x   |   x   |   x   |                         |                         |
 
 A unit is one block of one slot. A chunk is several consecutive blocks of a prefix. A row whose prefix is complete
-with this forward denoises in it too: its own block follows the chunk, and block-causal attention makes that exact.
+with this forward denoises in it too: the keys and values of all units are there before any is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,7 @@ from worker_svc.model_runner import ForwardInput, Segment
 from worker_svc.rows import Row, SlotColumns
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Blocks of a row's prefix that the next forward computes."""
 
     row: Row
@@ -110,45 +110,27 @@ def _groups(rows: list[Row], slots: Tensor, columns: SlotColumns) -> list[Group]
 
 def forward_input(batch: Batch, chunks: Sequence[Chunk], columns: SlotColumns) -> ForwardInput:
     """The next forward over the batch as its blocks now stand, with the chunks beside it."""
-    batch.inputs.ids = columns.ids[batch.slots]
+    rows = batch.inputs
+    rows.ids = columns.ids[batch.slots]
     if not chunks:
-        return batch.inputs
-    device, size = columns.device, columns.block_size
-    chunk_of = {id(chunk.row): chunk for chunk in chunks}
+        return rows
     slots: list[int] = []
     blocks: list[int] = []
     segments: list[Segment] = []
-    own_units: list[int] = []
-    prefixes: list[tuple[int, Tensor]] = []
-
-    def add(row: Row, chunk: Chunk | None, own_block: bool) -> None:
-        first_unit, first_block = len(slots), row.block_index
-        if chunk is not None:
-            first_block = chunk.first_block
-            prefixes.append((first_unit, row.prefix[first_block : first_block + chunk.num_blocks]))
-        num_prefill_units = chunk.num_blocks if chunk else 0
-        num_units = num_prefill_units + own_block
-        segments.append(Segment(first_unit, num_units, first_block, num_prefill_units))
-        slots.extend([row.slot] * num_units)
-        blocks.extend(range(first_block, first_block + num_units))
-        if own_block:
-            own_units.append(first_unit + num_units - 1)
-
-    for row in batch.rows:
-        add(row, chunk_of.pop(id(row), None), own_block=True)
-    for chunk in chunk_of.values():
-        add(chunk.row, chunk, own_block=False)
-    ids = torch.empty(len(slots), size, dtype=torch.int64, device=device)
-    logits_units = torch.tensor(own_units, dtype=torch.int64, device=device)
-    ids[logits_units] = batch.inputs.ids
-    for first_unit, prefix in prefixes:
-        ids[first_unit : first_unit + len(prefix)] = prefix.to(device)
+    prefixes: list[Tensor] = []
+    for row, first_block, num_blocks in chunks:
+        segments.append(Segment(len(batch.rows) + len(slots), num_blocks, first_block, is_prefill=True))
+        slots += [row.slot] * num_blocks
+        blocks += range(first_block, first_block + num_blocks)
+        prefixes.append(row.prefix[first_block : first_block + num_blocks])
+    device = columns.device
     return ForwardInput(
-        ids=ids,
-        slots=torch.tensor(slots, device=device),
-        block_index=torch.tensor(blocks, device=device),
-        segments=tuple(segments),
-        logits_units=logits_units,
+        ids=torch.cat([rows.ids, torch.cat(prefixes).to(device)]),
+        slots=torch.cat([rows.slots, torch.tensor(slots, device=device)]),
+        block_index=torch.cat([rows.block_index, torch.tensor(blocks, device=device)]),
+        # A row's chunk comes before its own block for whoever computes one after the other.
+        segments=(*segments, *rows.segments),
+        logits_units=rows.logits_units,
     )
 
 

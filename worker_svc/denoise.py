@@ -22,7 +22,7 @@ from worker_svc.kv.pages import PagePool, PageUsage
 from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
 from worker_svc.model_runner import ModelRunner
-from worker_svc.replies import build_rows
+from worker_svc.replies import RowCopies, copy_rows
 from worker_svc.rounds import Deliver, Round, RoundRequest, RoundRow, Session
 from worker_svc.rows import Phase, Row, RowName, SlotColumns
 from worker_svc.starts import BadStart, StartRules, decode_start
@@ -96,6 +96,7 @@ class DenoiseLoop:
         self._past_generations: dict[str, int] = {}
         self._last_refusal_at = float("-inf")
         self._forward_ended_at = 0.0
+        self._unsent: list[tuple[Session, Round, RowCopies, pb.RunRoundResponse]] = []
 
     # What schedulers ask ----------------------------------------------------------------------------------------
 
@@ -179,13 +180,17 @@ class DenoiseLoop:
         for session in list(self.sessions.values()):
             self._boundary(session)
         if not any(session.active for session in self.sessions.values()):
+            self._send_replies()
             return False
+        if not self.runner.is_asynchronous:
+            self._send_replies()
         chunks = self._plan_prefill()
         batch = self._batch = self._build_batch() if self._batch is None or self._batch_is_stale else self._batch
         self._batch_is_stale = False
         inputs = forward_input(batch, chunks, self.columns)
         launched_at = self.clock()
         logits = self.runner.forward(inputs, self.kv)
+        self._send_replies()
         flagged = step(batch, logits, self.columns, self.config.mask_token_id) if batch.rows else []
         device_ms = self.runner.finish()
         self._forward_ended_at = self.clock()
@@ -211,12 +216,16 @@ class DenoiseLoop:
             return True
         if self.draining or round_.cancelled:
             return True
-        if round_.request.mode == pb.MODE_SYNC or round_.first_forward_at is None:
+        if round_.request.mode == pb.MODE_SYNC:
+            return False
+        if session.changes_wait:
+            return True
+        if round_.first_forward_at is None:
             return False
         if 0 < round_.request.max_forwards <= round_.work.forwards:
             return True
         elapsed_ms = (self.clock() - round_.first_forward_at) * 1000
-        return round_.eventful or session.next_waits_with_changes or elapsed_ms >= round_.request.max_round_ms
+        return round_.eventful or elapsed_ms >= round_.request.max_round_ms
 
     def _begin(self, session: Session) -> None:
         """Releases, then starts, then continues of the round that became active."""
@@ -356,30 +365,38 @@ class DenoiseLoop:
     def _reply(self, session: Session, round_: Round) -> None:
         """Answer the active round. The snapshot is copied here, before the next step may write."""
         calls_before = self.pool.num_calls
-        replies = build_rows(round_, self.columns)
+        copies = copy_rows(round_, self.columns)
         for entry in round_.rows:
             row = entry.row
             if row is not None:
                 row.entry = None
-                if entry.status == pb.ROW_STATUS_ENDED:
+                if entry.ends:
                     session.remember_end(row.name, entry)
                     self._free(row, pb.ROW_STATUS_ENDED)
         round_.work.allocator_calls += self.pool.num_calls - calls_before
-        if round_.first_forward_at is not None:
-            round_.work.reply_ms = (self.clock() - self._forward_ended_at) * 1000
-        self.totals.rounds += 1
-        session.finish(
-            pb.RunRoundResponse(
-                worker_epoch=self.epoch,
-                round_id=round_.request.round_id,
-                rows=replies,
-                pages=page_usage_message(self.pool.usage()),
-                allowance=self.allowance(session),
-                work=round_.work,
-                draining=self.draining,
-            )
-        )
+        session.active = None
+        self._unsent.append((session, round_, copies, self._reply_without_rows(session, round_)))
         self._batch_is_stale = True
+
+    def _reply_without_rows(self, session: Session, round_: Round) -> pb.RunRoundResponse:
+        self.totals.rounds += 1
+        return pb.RunRoundResponse(
+            worker_epoch=self.epoch,
+            round_id=round_.request.round_id,
+            pages=page_usage_message(self.pool.usage()),
+            allowance=self.allowance(session),
+            work=round_.work,
+            draining=self.draining,
+        )
+
+    def _send_replies(self) -> None:
+        """Build and deliver the replies of the rounds that are over; on an asynchronous device, while it computes."""
+        for session, round_, copies, reply in self._unsent:
+            reply.rows.CopyFrom(copies.build())
+            if round_.first_forward_at is not None:
+                reply.work.reply_ms = (self.clock() - self._forward_ended_at) * 1000
+            session.finish(round_, reply)
+        self._unsent.clear()
 
     def _free(self, row: Row, status: pb.RowStatus) -> None:
         """The one place where a row leaves the worker."""

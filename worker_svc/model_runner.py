@@ -16,14 +16,13 @@ from worker_svc.models.base import BlockModel
 class Segment(NamedTuple):
     """Consecutive blocks of one slot, known on the host: units [first_unit, first_unit + num_units) of the forward.
 
-    The first `num_prefill_units` of them are a chunk of a prefix; the rest denoise: the row's block, or two blocks
-    fused into one input.
+    A chunk of a prefix, or what denoises: a row's block, or two blocks fused into one input.
     """
 
     first_unit: int
     num_units: int
     first_block: int
-    num_prefill_units: int = 0
+    is_prefill: bool = False
 
 
 @dataclass
@@ -50,6 +49,7 @@ class ModelRunner(Protocol):
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
+    is_asynchronous: bool  # `forward` returns before the device has ended, and the host can work meanwhile
 
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
         """Write the units' keys and values into `kv`; return the logits of `logits_units`, float32 [R, B, V]."""
@@ -78,6 +78,7 @@ class TorchModelRunner:
         self.vocab_size = model.vocab_size
         self.dtype = model.dtype
         self.device = model.device
+        self.is_asynchronous = model.device.type == "cuda"
         self._model = model
         self._attention = attention
         self._batch_invariant = batch_invariant

@@ -94,10 +94,14 @@ class Session:
         return self.active is not None or bool(self._waiting)
 
     @property
-    def next_waits_with_changes(self) -> bool:
-        """Whether the successor of the active round is here and starts or releases rows."""
-        following = self._waiting.get(self._next_round_id)
-        return following is not None and bool(following.request.starts or following.request.releases)
+    def changes_wait(self) -> bool:
+        """Whether a round that starts or releases rows is here, and so are all between it and the active one."""
+        round_id = self._next_round_id
+        while (following := self._waiting.get(round_id)) is not None:
+            if following.request.starts or following.request.releases:
+                return True
+            round_id += 1
+        return False
 
     def offer(self, request: RoundRequest, deliver: Deliver, refuse_new: ServiceError | None) -> None:
         """Take a round, or answer a repeated one. `refuse_new` answers rounds not seen before (drain)."""
@@ -141,10 +145,8 @@ class Session:
         round_id = self.active.request.round_id
         self.ended[name.key] = Ended(name.attempt, entry.end_reason, entry.end_position, round_id)
 
-    def finish(self, reply: pb.RunRoundResponse) -> None:
-        """The active round replies; the reply is kept for repeats until it is acknowledged."""
-        assert self.active is not None
-        round_, self.active = self.active, None
+    def finish(self, round_: Round, reply: pb.RunRoundResponse) -> None:
+        """A round that is over replies; the reply is kept for repeats until it is acknowledged."""
         self._replies[reply.round_id] = reply
         for old in sorted(self._replies)[:-MAX_ROUNDS_KEPT]:
             del self._replies[old]

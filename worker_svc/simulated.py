@@ -127,6 +127,7 @@ class SimulatedRunner:
 
     num_layers, num_kv_heads, head_dim = 1, 1, 1
     dtype, device = torch.float32, torch.device("cpu")
+    is_asynchronous = True
 
     def __init__(self, folder: ModelFolder, time_line: TimeLine) -> None:
         """Raises CheckpointError for a folder without a sound profile."""
@@ -142,7 +143,7 @@ class SimulatedRunner:
     @torch.inference_mode()
     def forward(self, inputs: ForwardInput, kv: KVStore) -> Tensor:
         """See `ModelRunner.forward`. Returns at once; the time passes in `finish`."""
-        num_prefill_units = sum(segment.num_prefill_units for segment in inputs.segments)
+        num_prefill_units = sum([segment.num_units for segment in inputs.segments if segment.is_prefill])
         num_units, block_size = inputs.ids.shape
         self._busy_ms = self.profile.forward_ms(num_units - num_prefill_units, num_prefill_units * block_size)
         self.time_line.launch(self._busy_ms / 1000)

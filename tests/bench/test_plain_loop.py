@@ -12,6 +12,7 @@ from tests.golden import test_loops as golden
 from tests.golden.test_mixed_loops import run_to_end
 from tests.worker.scripted import BAD, BLOCK, FILL, FIRST_EFFORT, Driver, ScriptedRunner, make_loop, start
 from worker_svc.denoise import DenoiseLoop
+from worker_svc.model_runner import Segment
 from worker_svc.starts import BadStart
 
 NUM_ROWS = 3
@@ -77,15 +78,16 @@ def test_parameters_reach_the_algorithm() -> None:
 
 
 def test_without_kv_everything_is_computed_again() -> None:
-    """Each forward has all blocks before as one segment with the block, and no block has a forward for its KV."""
+    """Each forward has all blocks before as one chunk beside the block, and no block has a forward for its KV."""
     runner = ScriptedRunner()
     result = run_without_kv(runner, make_loop().config, [prompt(2, 4), prompt(0, 4)], 60)
     units = [3, 3, 3, 4, 4, 1, 1, 1, 2, 2]
-    assert [inputs.segments[0].num_units for inputs in runner.inputs] == units
-    assert all(len(inputs.segments) == 1 and inputs.segments[0].first_block == 0 for inputs in runner.inputs)
-    assert [inputs.logits_units.tolist() for inputs in runner.inputs] == [[count - 1] for count in units]
+    for inputs, num_units in zip(runner.inputs, units, strict=True):
+        chunk = [Segment(1, num_units - 1, 0, is_prefill=True)] if num_units > 1 else []
+        assert list(inputs.segments) == [*chunk, Segment(0, 1, num_units - 1)]
+        assert inputs.logits_units.tolist() == [0]
     assert work(result) == (len(units), len(units), BLOCK * (sum(units) - len(units)))
-    assert runner.inputs[-1].ids[0].tolist() == prompt(0, 4) + result.token_ids[1][: BLOCK - 1]
+    assert runner.inputs[-1].ids[1].tolist() == prompt(0, 4) + result.token_ids[1][: BLOCK - 1]
 
 
 def num_fills(num_masked: int, effort: int) -> int:

@@ -76,11 +76,11 @@ def play(
     network_delay_ms: float = 0.0,
     **values: Any,
 ) -> Measurement:
-    """What a load brought; all its requests must be well."""
+    """What a load brought, one round in flight unless said otherwise; all its requests must be well."""
     measurement = replay_virtually(
         items,
         folder(profile),
-        *services(values),
+        *services({"rounds_in_flight": 1} | values),
         concurrency=concurrency,
         num_workers=num_workers,
         network_delay_ms=network_delay_ms,
@@ -284,7 +284,7 @@ def test_the_command(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 0.25 < report["summary"]["wall_s"] < 1
     [server] = report["servers"]
     assert (server["fdfo"], [worker["max_rows"] for worker in server["workers"]]) == (False, [3, 3])
-    shown = {"dllm_fdfo": False, "num_workers": 2, "network_delay_ms": 1.5, "rounds_in_flight": 1, "target": []}
+    shown = {"dllm_fdfo": False, "num_workers": 2, "network_delay_ms": 1.5, "rounds_in_flight": 2, "target": []}
     assert report["settings"].items() >= shown.items() and "virtual_flags" not in report["settings"]
     assert "sync" in page.read_text()
     assert cli.main(["replay", trace, "--virtual-time"]) == 0

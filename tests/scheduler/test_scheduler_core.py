@@ -184,10 +184,9 @@ def test_a_lost_worker_is_continued_in_mid_block_on_the_restarted_one() -> None:
             await asyncio.sleep(0)
         before = link.loop.totals.forwards
         link.is_dead = True
-        while bench.scheduler.has_worker:
+        while len(bench.scheduler.queue) < 3:
             await asyncio.sleep(0)
         assert [request.incomplete.step_count for request in requests] == [before] * 3 or before >= 5
-        assert len(bench.scheduler.queue) == 3
         link.loop, link.is_dead = make_loop(), False
         for request in requests:
             ids, finished = await bench.read(request)

@@ -22,6 +22,7 @@ class ScriptedRunner:
 
     num_layers, num_kv_heads, head_dim, vocab_size = 1, 1, 2, VOCAB
     dtype, device = torch.float32, torch.device("cpu")
+    is_asynchronous = False
 
     def __init__(self, writes: dict[int, int] | None = None) -> None:
         self.writes = writes or {}  # absolute position to token, instead of FILL

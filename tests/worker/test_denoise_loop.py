@@ -192,9 +192,9 @@ def test_a_long_prompt_advances_by_whole_chunks_beside_denoising_rows() -> None:
     assert list(reply.rows.prefilled_tokens) == [0, 7 * BLOCK, 2 * BLOCK]
     assert list(reply.rows.step_counts) == [3, 1, 1]
     assert list(reply.rows.forwards) == [1, 1, 1]
-    assert [(s.num_units, s.first_block) for s in runner.inputs[0].segments] == [(1, 0), (3, 0)]
-    assert [(s.num_units, s.first_block) for s in runner.inputs[1].segments] == [(1, 0), (3, 3)]
-    assert [(s.num_units, s.first_block) for s in runner.inputs[2].segments] == [(1, 0), (2, 6), (3, 0)]
+    assert [(s.num_units, s.first_block) for s in runner.inputs[0].segments] == [(3, 0), (1, 0)]
+    assert [(s.num_units, s.first_block) for s in runner.inputs[1].segments] == [(3, 3), (1, 0)]
+    assert [(s.num_units, s.first_block) for s in runner.inputs[2].segments] == [(1, 6), (2, 0), (1, 0), (1, 7), (1, 2)]
     assert max(len(i.slots) for i in runner.inputs) <= 3 + 3
     assert loop.totals.prefill_tokens == 9 * BLOCK
 

@@ -144,8 +144,8 @@ def test_the_forwards_that_the_loop_takes_have_it_too() -> None:
         ([Segment(0, 1, 0)], 7.06),
         ([Segment(0, 1, 0), Segment(1, 1, 0)], 7.12),
         ([Segment(0, 2, 0)], 7.12),  # two blocks fused into one input
-        ([Segment(0, 3, 0, 2)], 7.06 + 64 * 0.002),  # a chunk of two blocks, then the row's own
-        ([Segment(0, 4, 0, 4)], 7.0 + 128 * 0.002),
+        ([Segment(0, 2, 0, True), Segment(2, 1, 2)], 7.06 + 64 * 0.002),  # a chunk of two blocks and the row's own
+        ([Segment(0, 4, 0, True)], 7.0 + 128 * 0.002),
     ],
 )
 def test_what_a_forward_costs(segments: list[Segment], expected_ms: float) -> None:
