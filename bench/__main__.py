@@ -16,6 +16,7 @@ import torch
 
 from bench.experiments import EXPERIMENTS, FULL, QUICK, Case
 from bench.services import Services
+from common.logging import configure_logging
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     torch.set_num_threads(1)
+    configure_logging("console", "warning")
 
     scale = QUICK if arguments.quick else FULL
     print(f"{machine()}; medians of {scale.runs} interleaved runs; targets in brackets\n", flush=True)

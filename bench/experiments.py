@@ -46,7 +46,7 @@ class Scale:
 
 
 OUTPUT_TOKENS = 3 * BLOCK
-QUICK = Scale(runs=5, requests={4: 20, 16: 64, 64: 160}, reloop_requests=1, tiny_requests=2, rounds=60)
+QUICK = Scale(runs=5, requests={4: 16, 16: 48, 64: 128}, reloop_requests=1, tiny_requests=2, rounds=60)
 FULL = Scale(runs=7, requests={4: 60, 16: 192, 64: 512}, reloop_requests=4, tiny_requests=4, rounds=300)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import errno
 import json
 import os
@@ -142,6 +143,12 @@ class GrpcService:
             hint = "; choose another --port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
             return f"{error.strerror}{hint}"
         return "gRPC could not bind to it"
+
+
+def forget_garbage() -> None:
+    """Once, when all is loaded: what is there now is there to stay, and the collector need not walk it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def print_ready(target: str, **fields: Any) -> None:

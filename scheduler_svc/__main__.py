@@ -10,7 +10,7 @@ import structlog
 import yaml
 
 from common.errors import ServiceError
-from common.grpc_server import GrpcService, print_ready
+from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from common.settings import parse_settings
@@ -51,6 +51,7 @@ async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_para
     service = GrpcService(settings.host, settings.port, [SERVICE_NAME])
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(scheduler), service.server)
     port = await service.start()
+    forget_garbage()
     service.set_serving(True)
     log.info("serving", port=port, scheduler_id=scheduler.scheduler_id, workers=settings.workers)
     print_ready(f"{settings.host}:{port}", scheduler_id=scheduler.scheduler_id)

@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from common.errors import ServiceError
-from common.grpc_server import GrpcService, print_ready
+from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from common.settings import parse_settings
@@ -121,6 +121,7 @@ async def serve(settings: WorkerSettings, folder: ModelFolder, loop: DenoiseLoop
         WorkerServicer(executor, loop, folder, settings), service.server
     )
     port = await service.start()
+    forget_garbage()
     service.set_serving(True)
     log.info("serving", port=port, worker_epoch=loop.epoch)
     print_ready(f"{settings.host}:{port}", worker_epoch=loop.epoch)
