@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import errno
+import gc
 import json
 import os
 import signal
