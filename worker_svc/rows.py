@@ -75,6 +75,7 @@ class Row:
     block_index: int
     prefix: Tensor  # int64 [first block_index, B] on the host, until prefilled
     prefilled_blocks: int = 0
+    is_withheld: bool = False  # done and ended in the forward that committed the block before, which was told first
     phase: Phase = Phase.PREFILL
     entry: RoundRow | None = None
 
@@ -117,6 +118,7 @@ class SlotColumns:
             return torch.zeros(slots, dtype=torch.float32, device=device)
 
         self.ids = integers(slots, size)
+        self.committed_ids = integers(slots, size)  # of the block before, while a fused commit is not told
         self.masked = torch.zeros(slots, size, dtype=torch.bool, device=device)
         self.block_index = integers(slots)
         self.step_index = integers(slots)
@@ -166,6 +168,12 @@ class SlotColumns:
         self.step_index[slots] = 0
         for key, column in self.states[name].items():
             column[slots] = self.initial_states[name][key].expand(len(slots), *column.shape[1:])
+
+    def begin_committing(self, name: str, slots: Tensor, mask_token_id: int) -> None:
+        """The blocks in `slots` (int64 [R]), all of algorithm `name`, are complete and the next ones begin: their ids
+        go to `committed_ids`, for the forward that writes their KV beside the next blocks' first step."""
+        self.committed_ids[slots] = self.ids[slots]
+        self.next_blocks(name, slots, mask_token_id)
 
     def editable(self, slots: Tensor) -> Tensor:
         """bool [R, B]: the generated positions of each row's block."""

@@ -34,11 +34,13 @@ def weights() -> dict[str, torch.Tensor]:
     return load_file(PATH / "model.safetensors")
 
 
-def make_loop(*, batch_invariant: bool = False, chunk: int = 2048, page_size: int = B, slots: int = 16) -> DenoiseLoop:
+def make_loop(
+    *, batch_invariant: bool = False, chunk: int = 2048, page_size: int = B, slots: int = 16, fused_commit: bool = False
+) -> DenoiseLoop:
     torch.set_num_threads(1)
     model = load_model(FOLDER, dtype=torch.float32, device="cpu")
     runner = TorchModelRunner(model, ATTENTION_BACKENDS["torch"](), batch_invariant=batch_invariant)
-    config = LoopConfig("scripted", B, MASK, 1024, page_size, slots, 512 * B // page_size, chunk)
+    config = LoopConfig("scripted", B, MASK, 1024, page_size, slots, 512 * B // page_size, chunk, fused_commit)
     return DenoiseLoop(runner, config, lambda: 0.0)
 
 
