@@ -17,7 +17,7 @@ from bench.ideal import fdfo_ms, sync_ms
 from bench.loads import Run, random_prompts, run_closed
 from bench.plain_loop import PlainResult, run_one_at_a_time, run_plain, run_without_kv
 from bench.rounds import measure_rounds, medians
-from bench.services import SIMULATED, TINY, Services
+from bench.services import FUSED_COMMIT, PLAIN_COMMIT, SIMULATED, TINY, Services
 from common.model_folder import read_model_folder
 from scheduler_svc.text import TextCodec
 from worker_svc.__main__ import load_loop
@@ -106,6 +106,7 @@ def _figures(run: Run) -> Figures:
     return {
         "tokens/s": run.tokens_per_s,
         "device busy": server.device_busy_share or 0.0,
+        "forwards/block": server.forwards_per_block or 0.0,
         "rounds/block": server.rounds / server.blocks_done,
         "host ms/round": server.host_ms_per_round or 0.0,
         "rows/forward": server.denoise_rows_per_forward or 0.0,
@@ -188,6 +189,37 @@ def re_loop(services: Services, scale: Scale, progress: Progress) -> Iterator[Ca
                 },
                 *bounds,
             )
+
+
+def fused_commit(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
+    """A block's last forward that is also its next block's first, against one of its own."""
+    for num_rows in (4, 16, 64):
+        prompts = random_prompts(scale.requests[num_rows], PROMPT_TOKENS)
+        each: list[tuple[list[str], list[str]]] = [
+            (services.workers(SIMULATED, num_rows, 1, flags), []) for flags in (FUSED_COMMIT, PLAIN_COMMIT)
+        ]
+        with services.schedulers(SIMULATED, each) as targets:
+            fused, apart = interleaved(
+                scale,
+                progress,
+                {
+                    f"{name}, {num_rows} rows": partial(_closed_figures, target, prompts, OUTPUT_TOKENS, 2 * num_rows)
+                    for name, target in zip(("fused", "apart"), targets, strict=True)
+                },
+            ).values()
+        saved = [a - b for a, b in zip(apart.runs["forwards/block"], fused.runs["forwards/block"], strict=True)]
+        of_commits = [blocks / (blocks - 1) * value for blocks, value in ((OUTPUT_TOKENS // BLOCK, s) for s in saved)]
+        yield derived(
+            f"fused / apart, {num_rows} rows",
+            {
+                "forwards/block": fused.runs["forwards/block"],
+                "apart": apart.runs["forwards/block"],
+                "saved/committed block": of_commits,
+                "tokens/s": fused.runs["tokens/s"],
+                "ratio": ratios(fused, apart, "tokens/s"),
+            },
+            Target("saved/committed block", 0.9),
+        )
 
 
 def in_place(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
@@ -308,6 +340,7 @@ def _closed_figures(target: str, prompts: Sequence[Sequence[int]], output_tokens
 EXPERIMENTS: dict[str, Callable[[Services, Scale, Progress], Iterator[Case]]] = {
     "modes": modes,
     "re-loop": re_loop,
+    "fused-commit": fused_commit,
     "in-place": in_place,
     "plain": plain,
     "round-trip": round_trip,

@@ -55,8 +55,7 @@ class Batch:
     starts: int  # `SlotColumns.starts` when it was built
 
 
-@dataclass(frozen=True)
-class RowFlags:
+class RowFlags(NamedTuple):
     """What the host must know of a row after a step."""
 
     done: bool
@@ -182,8 +181,5 @@ def step(batch: Batch, logits: Tensor, columns: SlotColumns, mask_token_id: int)
     over_bound = keep & ~done & (columns.step_index[batch.slots] >= columns.max_steps[batch.slots])
     filled = keep & ~done & ~columns.masked[batch.slots].any(dim=1)
     table = torch.stack([done & keep, ends & keep, batch.active & ~finite, over_bound, filled], dim=1).tolist()
-    return [
-        (place, RowFlags(is_done, is_end, is_bad, is_over, is_filled))
-        for place, (is_done, is_end, is_bad, is_over, is_filled) in enumerate(table)
-        if is_done or is_bad or is_over or is_filled
-    ]
+    rows = enumerate(map(RowFlags._make, table))
+    return [(place, row) for place, row in rows if row.done or row.bad_numerics or row.over_bound or row.filled]

@@ -114,9 +114,7 @@ def test_a_complete_block_goes_on_elsewhere(stops: bool) -> None:
     driver = Driver(make_loop(fused_commit=True))
     prompt, block = [5] * BLOCK, [FILL + place % 8 for place in range(BLOCK)]
     block[7] = STOP if stops else FILL
-    fields = {"block_ids": pack_ids(block), "block_mask": pack_bits([False] * BLOCK), "step_count": 4}
-    row = start("a", prompt, **fields)
-    row.stop_token_ids.append(STOP)
+    row = start("a", prompt, block_ids=pack_ids(block), step_count=4, stop_token_ids=[STOP])
     row.block_mask = pack_bits([False] * BLOCK)
     reply = driver.run(starts=[row])
     assert done_blocks(reply) == [block]
