@@ -67,5 +67,8 @@ def test_the_page_has_every_figure() -> None:
     ]
     lines = page({"modes": cases}, "a machine", 5).splitlines()
     assert "| first | **1.00** (>= 2, missed) | 250 |" in lines
-    assert lines.index("| third | **3.00** (>= 2) | 0.00 |") == lines.index("| first | **1.00** (>= 2, missed) | 250 |") + 1
+    assert (
+        lines.index("| third | **3.00** (>= 2) | 0.00 |")
+        == lines.index("| first | **1.00** (>= 2, missed) | 250 |") + 1
+    )
     assert "| second | 0.500 |" in lines
