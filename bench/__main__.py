@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bench.experiments import EXPERIMENTS, FULL, QUICK, Case
+from bench.experiments import EXPERIMENTS, FULL, NOT_QUICK, QUICK, Case
 from bench.markdown import number, page
 from bench.services import Services
 from common.logging import configure_logging
@@ -29,7 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="five short runs of each case, under three minutes")
     parser.add_argument(
-        "--only", type=_names, default=list(EXPERIMENTS), metavar="NAME,...", help=f"of {', '.join(EXPERIMENTS)}"
+        "--only",
+        type=_names,
+        metavar="NAME,...",
+        help=f"of {', '.join(EXPERIMENTS)} (all; with --quick all but {', '.join(NOT_QUICK)})",
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures with the runs behind them")
@@ -46,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         pass
     try:
         with Services(Path(log.name)) as services:
-            for name in arguments.only:
+            for name in arguments.only or [
+                name for name in EXPERIMENTS if not arguments.quick or name not in NOT_QUICK
+            ]:
                 experiment = EXPERIMENTS[name]
                 print(f"{name}: {experiment.__doc__}", flush=True)
                 results[name] = []

@@ -52,8 +52,8 @@ class Scale:
 
 
 OUTPUT_TOKENS = 3 * BLOCK
-QUICK = Scale(runs=5, requests={4: 16, 16: 48, 64: 128}, reloop_requests=1, tiny_requests=2, rounds=60)
-FULL = Scale(runs=7, requests={4: 60, 16: 192, 64: 512}, reloop_requests=4, tiny_requests=4, rounds=300)
+QUICK = Scale(runs=5, requests={4: 12, 16: 48, 64: 128}, reloop_requests=1, tiny_requests=1, rounds=50)
+FULL = Scale(runs=5, requests={4: 60, 16: 192, 64: 448}, reloop_requests=4, tiny_requests=4, rounds=300)
 
 
 @dataclass(frozen=True)
@@ -405,6 +405,7 @@ def _closed_figures(target: str, prompts: Sequence[Sequence[int]], output_tokens
     return _figures(run_closed(target, prompts, output_tokens, concurrency))
 
 
+NOT_QUICK = ("busy", "fused-commit")
 EXPERIMENTS: dict[str, Callable[[Services, Scale, Progress], Iterator[Case]]] = {
     "modes": modes,
     "re-loop": re_loop,
