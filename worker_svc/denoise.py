@@ -44,6 +44,7 @@ class LoopConfig:
     num_pages: int
     chunked_prefill_size: int  # tokens
     lease_s: float = 30.0
+    early_end: bool = True  # a block may end its request with masks behind the first stop token
 
     @property
     def max_blocks(self) -> int:
@@ -87,7 +88,7 @@ class DenoiseLoop:
         )
         self.pool = PagePool(config.num_pages)
         self.slots = SlotTable(self.kv, self.pool)
-        self.columns = SlotColumns(config.num_slots, config.block_size, runner.device)
+        self.columns = SlotColumns(config.num_slots, config.block_size, runner.device, config.early_end)
         self._start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
         self.clock = clock
         self._batch: Batch | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.algorithms import ALGORITHMS
+from worker_svc.records import RecordCopies
 from worker_svc.rounds import Round, RoundRow
 from worker_svc.rows import Phase, Row, SlotColumns
 
@@ -30,13 +31,16 @@ class RowCopies:
     algorithms: list[str]  # of the resident rows only, as the tensors
     table: Tensor  # int64 [resident rows, 2B + 1]: ids, mask bits, step count
     states: dict[str, dict[str, Tensor]]  # by algorithm, each [resident rows, ...]
+    records: RecordCopies
 
     def build(self) -> pb.RowReplies:
         """The columns of the reply."""
         size = self.table.shape[1] // 2
         host = self.table.cpu().numpy()
         all_ids = host[:, :size].astype("<i4")
-        all_masks = np.packbits(host[:, size : 2 * size].astype(bool), axis=1, bitorder="little")
+        masked = host[:, size : 2 * size].astype(bool)
+        all_masks = np.packbits(masked, axis=1, bitorder="little")
+        first_unmask_steps, logprobs = self.records.on_host(masked)
         resident = [(phase, index) for phase, index in zip(self.phases, self.block_indexes, strict=True) if phase]
         done = [place for place, (phase, _) in enumerate(resident) if phase is Phase.DONE]
         open_ = [place for place, (phase, _) in enumerate(resident) if phase is Phase.DENOISE]
@@ -56,6 +60,10 @@ class RowCopies:
             cached_tokens=[0] * len(self.entries),
             end_reasons=[entry.end_reason for entry in self.entries],
             end_positions=[entry.end_position for entry in self.entries],
+            done_first_unmask_steps=first_unmask_steps[done].tobytes(),
+            done_logprobs=logprobs[done].tobytes(),
+            block_first_unmask_steps=first_unmask_steps[open_].tobytes(),
+            block_logprobs=logprobs[open_].tobytes(),
             errors={number: entry.error for number, entry in enumerate(self.entries) if entry.error},
         )
 
@@ -99,6 +107,7 @@ def copy_rows(round_: Round, columns: SlotColumns) -> RowCopies:
             name: {key: column.index_select(0, slots) for key, column in columns.states[name].items()}
             for name in set(algorithms)
         },
+        records=RecordCopies.of(resident, slots, columns),
     )
 
 
