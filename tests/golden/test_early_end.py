@@ -13,6 +13,7 @@ from fdfo.worker.v1 import worker_pb2 as pb
 from tests.golden.test_loops import FOLDER, PATH, B, make_loop, start_row
 from tests.worker.scripted import Driver, names
 
+ROWS_TOGETHER = 50  # all of whose blocks find a page
 Answer = tuple[list[int], int, int]  # published ids, end reason, end position
 
 
@@ -41,6 +42,7 @@ def run_to_end(rows: list[pb.StartRow], mode: pb.Mode, early_end: bool) -> tuple
     answers: dict[str, Answer] = {}
     order, reply = list(prompts), driver.run(starts=rows, mode=mode)
     while True:
+        assert set(reply.rows.statuses) <= {pb.ROW_STATUS_RUNNING, pb.ROW_STATUS_ENDED}
         done = unpack_ids(reply.rows.done_ids)
         for place, name in enumerate(order):
             forwards[name] += reply.rows.forwards[place]
@@ -58,11 +60,16 @@ def run_to_end(rows: list[pb.StartRow], mode: pb.Mode, early_end: bool) -> tuple
 
 def compare(rows: list[pb.StartRow], mode: pb.Mode) -> tuple[int, int]:
     """Forwards with and without the early end; the answers are the same."""
-    answers, forwards = run_to_end(rows, mode, early_end=True)
-    whole_answers, whole_forwards = run_to_end(rows, mode, early_end=False)
-    assert answers == whole_answers
-    assert all(forwards[name] <= whole_forwards[name] for name in forwards)
-    return sum(forwards.values()), sum(whole_forwards.values())
+    num_early = num_whole = 0
+    for first in range(0, len(rows), ROWS_TOGETHER):
+        together = rows[first : first + ROWS_TOGETHER]
+        answers, forwards = run_to_end(together, mode, early_end=True)
+        whole_answers, whole_forwards = run_to_end(together, mode, early_end=False)
+        assert answers == whole_answers
+        assert all(forwards[name] <= whole_forwards[name] for name in forwards)
+        num_early += sum(forwards.values())
+        num_whole += sum(whole_forwards.values())
+    return num_early, num_whole
 
 
 @pytest.mark.parametrize("mode", [pb.MODE_FDFO, pb.MODE_SYNC])
