@@ -51,7 +51,7 @@ def run(
         reply = driver.run(continues=continues, mode=mode, max_forwards=max_forwards)
 
 
-def naive_records(prompt: list[int], num_blocks: int, algorithm: str, **params: float) -> tuple[Records, int]:
+def naive_records(prompt: list[int], num_blocks: int, algorithm: str, **params: Any) -> tuple[Records, int]:
     """The same position by position, from the plain log-softmax of the logits; and how often an edit set a token."""
     records, num_edits = Records(steps=[0] * num_blocks * B, logprobs=[0.0] * num_blocks * B), 0
 

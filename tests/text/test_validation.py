@@ -86,6 +86,8 @@ def test_a_full_request() -> None:
         ignore_eos=True,
         algorithm="JointThreshold",
         algorithm_params={"max_post_edit_steps": 3},
+        logprobs=True,
+        first_unmask_steps=True,
     )
     assert parse_generate(request, RULES) == GenerateSpec(
         request_id="r-1",
@@ -97,6 +99,8 @@ def test_a_full_request() -> None:
         ignore_eos=True,
         algorithm="JointThreshold",
         algorithm_params={"threshold": 0.5, "max_post_edit_steps": 3},
+        logprobs=True,
+        first_unmask_steps=True,
     )
 
 

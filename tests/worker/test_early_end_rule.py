@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.worker.scripted import BLOCK, FILL, STOP, Driver, ScriptedRunner, done_blocks, effort, make_loop, start
-from worker_svc.algorithms.base import SamplingColumns, StepBatch
+from worker_svc.algorithms.base import StepBatch
 from worker_svc.rows import SlotColumns
 
 SIZE = 8
@@ -56,7 +56,7 @@ def test_the_rule_is_the_one_of_a_reader(
         editable=columns.editable(slots),
         block_index=columns.block_index,
         step_index=columns.step_index,
-        sampling=SamplingColumns(*[torch.empty(0)] * 6, any_sampling=False),
+        sampling=columns.sampling(slots, any_sampling=False),
         params={},
         mask_token_id=1,
     )
