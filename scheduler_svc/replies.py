@@ -17,12 +17,12 @@ class Snapshot(NamedTuple):
     mask: bytes
     step_count: int
     algo_state: bytes
-    first_unmask_steps: bytes = b""  # packed int32; empty unless a row of its round wanted them
+    first_unmask_steps: bytes = b""  # packed int32; may be empty when not asked for
     logprobs: bytes = b""  # packed float32, likewise
 
 
 class DoneBlock(NamedTuple):
-    """A block that became done; the records have an entry a position, or none unless a row of its round wanted them."""
+    """A block that became done; the records have an entry a position, or may have none when not asked for."""
 
     block_index: int
     ids: list[int]

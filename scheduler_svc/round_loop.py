@@ -213,7 +213,7 @@ class RoundLoop:
             request.cached_tokens = request.cached_tokens or row.cached_tokens
             if row.done is not None:
                 self.counters.blocks_done += request.commit_block(row.done)
-            elif row.snapshot is not None:
+            if row.snapshot is not None:
                 request.keep_snapshot(reply.rows, row.snapshot)
             if self._settle(request, row.status, row.done is not None, row.error):
                 back.append(request)

@@ -10,9 +10,8 @@ a step has set, for rows that ask; a batch without such a row computes and copie
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -68,37 +67,51 @@ def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
     return (chosen - logits.exp_().sum(dim=-1, dtype=torch.float64).log()).to(torch.float32)
 
 
-@dataclass(frozen=True)
-class RecordCopies:
-    """The records of a round's resident rows as they were at its end."""
-
-    first_unmask_steps: Tensor | None  # int64 [resident rows, B]; None if no row asks
-    logprobs: Tensor | None  # float32, likewise
-    wants_steps: list[bool]
-    wants_logprobs: list[bool]
-
-    @classmethod
-    def of(cls, rows: list[Row], slots: Tensor, columns: SlotColumns) -> RecordCopies:
-        """One gather by `slots` int64 [resident rows] for each kind that a row asks for."""
-        wants_steps = [row.wants_first_unmask_steps for row in rows]
-        wants_logprobs = [row.wants_logprobs for row in rows]
-        return cls(
-            first_unmask_steps=columns.first_unmask_steps.index_select(0, slots) if any(wants_steps) else None,
-            logprobs=columns.logprobs.index_select(0, slots) if any(wants_logprobs) else None,
-            wants_steps=wants_steps,
-            wants_logprobs=wants_logprobs,
-        )
-
-    def on_host(self, masked: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Steps and log probabilities, little-endian [resident rows, B]; without columns where no row asks.
-
-        0 for rows that do not ask, and where `masked` bool [resident rows, B] is set.
-        """
-        steps = _where_asked(self.first_unmask_steps, self.wants_steps, masked)
-        return steps.astype("<i4"), _where_asked(self.logprobs, self.wants_logprobs, masked).astype("<f4")
+def keep_committed(rows: list[Row], columns: SlotColumns) -> None:
+    """Before the next blocks of `rows` begin in the forward that commits these: put aside what will be reported."""
+    asking = [row.slot for row in rows if row.wants_first_unmask_steps or row.wants_logprobs]
+    if asking:
+        slots = torch.tensor(asking, device=columns.device)
+        columns.committed_first_unmask_steps[slots] = columns.first_unmask_steps[slots]
+        columns.committed_logprobs[slots] = columns.logprobs[slots]
 
 
-def _where_asked(values: Tensor | None, wants: list[bool], masked: npt.NDArray[np.bool_]) -> npt.NDArray[np.generic]:
-    if values is None:
-        return np.zeros((len(wants), 0))
-    return np.where(np.array(wants)[:, None] & ~masked, values.cpu().numpy(), 0)
+class RecordCopies(NamedTuple):
+    """The records of a round's done and open blocks as they were at its end; None where none of them wants the kind."""
+
+    done_first_unmask_steps: Tensor | None  # int64 [done blocks, B]
+    done_logprobs: Tensor | None  # float32, likewise
+    open_first_unmask_steps: Tensor | None  # int64 [open blocks, B]
+    open_logprobs: Tensor | None  # float32, likewise
+
+
+def copy_records(done: list[Row], was_committed: list[bool], open_: list[Row], columns: SlotColumns) -> RecordCopies:
+    """The records as they are now. `was_committed`: the done block is the one whose records were put aside."""
+    steps = (columns.first_unmask_steps, columns.committed_first_unmask_steps)
+    logprobs = (columns.logprobs, columns.committed_logprobs)
+    is_before = [False] * len(open_)
+    return RecordCopies(
+        _gather(done, [row.wants_first_unmask_steps for row in done], was_committed, *steps, columns.masked),
+        _gather(done, [row.wants_logprobs for row in done], was_committed, *logprobs, columns.masked),
+        _gather(open_, [row.wants_first_unmask_steps for row in open_], is_before, *steps, columns.masked),
+        _gather(open_, [row.wants_logprobs for row in open_], is_before, *logprobs, columns.masked),
+    )
+
+
+def _gather(
+    rows: list[Row], wants: list[bool], was_committed: list[bool], now: Tensor, committed: Tensor, masked: Tensor
+) -> Tensor | None:
+    """[rows, B] of what the slots hold; 0 for rows that do not want it and where the mask is. None if no row does."""
+    if not any(wants):
+        return None
+    device = now.device
+    slots = torch.tensor([row.slot for row in rows], device=device)
+    values = torch.where(masked[slots], 0, now[slots])
+    if any(was_committed):
+        values = torch.where(torch.tensor(was_committed, device=device)[:, None], committed[slots], values)
+    return torch.where(torch.tensor(wants, device=device)[:, None], values, 0)
+
+
+def pack_records(values: Tensor | None, dtype: str) -> bytes:
+    """As packed bytes of a NumPy type; waits for the device."""
+    return b"" if values is None else values.cpu().numpy().astype(dtype).tobytes()

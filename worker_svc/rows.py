@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.limits import MAX_ROW_STOP_TOKEN_IDS
 from worker_svc.algorithms import ALGORITHMS
-from worker_svc.algorithms.base import SamplingColumns, StepBatch
+from worker_svc.algorithms.base import SamplingColumns
 
 if TYPE_CHECKING:
     from worker_svc.rounds import RoundRow, Session
@@ -79,6 +79,7 @@ class Row:
     wants_first_unmask_steps: bool = False
     wants_logprobs: bool = False
     prefilled_blocks: int = 0
+    is_withheld: bool = False  # done and ended in the forward that committed the block before, which was told first
     phase: Phase = Phase.PREFILL
     entry: RoundRow | None = None
 
@@ -124,9 +125,12 @@ class SlotColumns:
             return torch.zeros(slots, dtype=torch.float32, device=device)
 
         self.ids = integers(slots, size)
+        self.committed_ids = integers(slots, size)  # of the block before, while a fused commit is not told
         self.masked = torch.zeros(slots, size, dtype=torch.bool, device=device)
         self.first_unmask_steps = integers(slots, size)  # of rows that ask, see records.py
         self.logprobs = torch.zeros(slots, size, dtype=torch.float32, device=device)  # likewise
+        self.committed_first_unmask_steps = integers(slots, size)  # with committed_ids
+        self.committed_logprobs = torch.zeros_like(self.logprobs)  # likewise
         self.block_index = integers(slots)
         self.step_index = integers(slots)
         self.max_steps = integers(slots)
@@ -180,20 +184,26 @@ class SlotColumns:
         for key, column in self.states[name].items():
             column[slots] = self.initial_states[name][key].expand(len(slots), *column.shape[1:])
 
+    def begin_committing(self, name: str, slots: Tensor, mask_token_id: int) -> None:
+        """The blocks in `slots` (int64 [R]), all of algorithm `name`, are complete and the next ones begin: their ids
+        go to `committed_ids`, for the forward that writes their KV beside the next blocks' first step."""
+        self.committed_ids[slots] = self.ids[slots]
+        self.next_blocks(name, slots, mask_token_id)
+
     def editable(self, slots: Tensor) -> Tensor:
         """bool [R, B]: the generated positions of each row's block."""
         positions = self.block_index[slots, None] * self.block_size + self.offsets
         return positions >= self.prompt_length[slots, None]
 
-    def ends_request(self, slots: Tensor, block: StepBatch, edits: bool) -> Tensor:
-        """bool [R]: whether the block as it stands decides that its request ends.
+    def ends_request(self, slots: Tensor, ids: Tensor, masked: Tensor, editable: Tensor, edits: bool) -> Tensor:
+        """bool [R]: whether a block as it stands ([R, B] each) decides that its request ends.
 
         It has no mask, and a stop token id in a generated position or the limit. Where set tokens stay, masks behind
         the first stop token do not matter: it stays the first one once all before it is set.
         """
         stops = self.stop_token_ids[slots]
-        is_stop = (block.ids[:, :, None] == stops[:, None, :]).any(dim=2) & block.editable & ~block.masked
-        is_open = block.masked
+        is_stop = (ids[:, :, None] == stops[:, None, :]).any(dim=2) & editable & ~masked
+        is_open = masked
         if self.early_end and not edits:
             is_open = is_open & (is_stop.cumsum(dim=1) == 0)
         has_limit = (self.block_index[slots] + 1) * self.block_size >= self.limit_position[slots]

@@ -44,6 +44,9 @@ class WorkerSettings:
     )
     device: str = setting("cpu", help="cpu, cuda or cuda:N", metavar="DEVICE", check=_check_device)
     attention_backend: str = setting("torch", help="kernels that attend over the KV pool", choices=("torch",))
+    fused_commit: bool = setting(
+        True, help="FDFO: the forward that commits a block is also its next block's first; not where algorithms edit"
+    )
     batch_invariant: bool = setting(
         False, help="logits do not depend on the other requests, bit for bit; slow, for tests"
     )

@@ -42,12 +42,14 @@ def make_loop(
     chunk: int = 2048,
     page_size: int = B,
     slots: int = 16,
+    fused_commit: bool = False,
     early_end: bool = True,
 ) -> DenoiseLoop:
     torch.set_num_threads(1)
     model = load_model(FOLDER, dtype=torch.float32, device="cpu")
     runner = TorchModelRunner(model, ATTENTION_BACKENDS["torch"](), batch_invariant=batch_invariant)
-    config = LoopConfig("scripted", B, MASK, 1024, page_size, slots, 512 * B // page_size, chunk, early_end=early_end)
+    sizes = (B, MASK, 1024, page_size, slots, 512 * B // page_size, chunk)
+    config = LoopConfig("scripted", *sizes, fused_commit=fused_commit, early_end=early_end)
     return DenoiseLoop(runner, config, lambda: 0.0)
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.worker.scripted import BLOCK, FILL, STOP, Driver, ScriptedRunner, done_blocks, effort, make_loop, start
-from worker_svc.algorithms.base import StepBatch
 from worker_svc.rows import SlotColumns
 
 SIZE = 8
@@ -50,18 +49,9 @@ def test_the_rule_is_the_one_of_a_reader(
     for slot, (_, _, num_prompt, limit, stops) in enumerate(rows):
         columns.prompt_length[slot], columns.limit_position[slot] = num_prompt, limit
         columns.stop_token_ids[slot] = torch.tensor(stops + [-1] * (columns.stop_token_ids.shape[1] - len(stops)))
-    block = StepBatch(
-        ids=torch.tensor([row[0] for row in rows]),
-        masked=torch.tensor([row[1] for row in rows]),
-        editable=columns.editable(slots),
-        block_index=columns.block_index,
-        step_index=columns.step_index,
-        sampling=columns.sampling(slots, any_sampling=False),
-        params={},
-        mask_token_id=1,
-    )
+    ids, masked = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
     expected = [naive_ends(*row, may_leave_masks=early_end and not edits) for row in rows]
-    assert columns.ends_request(slots, block, edits).tolist() == expected
+    assert columns.ends_request(slots, ids, masked, columns.editable(slots), edits).tolist() == expected
 
 
 def test_masks_behind_the_stop_token_are_left() -> None:
