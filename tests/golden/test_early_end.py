@@ -32,9 +32,12 @@ def problem_rows(every: int) -> list[pb.StartRow]:
     return rows
 
 
-def run_to_end(rows: list[pb.StartRow], mode: pb.Mode, early_end: bool) -> tuple[dict[str, Answer], dict[str, int]]:
+def run_to_end(
+    rows: list[pb.StartRow], mode: pb.Mode, fused_commit: bool, early_end: bool
+) -> tuple[dict[str, Answer], dict[str, int]]:
     """All rows at once to their ends: what a client would see of each, and its forwards."""
-    driver = Driver(make_loop(batch_invariant=True, slots=len(rows), early_end=early_end))
+    loop = make_loop(batch_invariant=True, slots=len(rows), fused_commit=fused_commit, early_end=early_end)
+    driver = Driver(loop)
     prompts = {row.request_id: row.prompt_length for row in rows}
     first = {row.request_id: row.block_index * B for row in rows}
     ids: dict[str, list[int]] = {name: [] for name in prompts}
@@ -58,13 +61,13 @@ def run_to_end(rows: list[pb.StartRow], mode: pb.Mode, early_end: bool) -> tuple
         reply = driver.run(continues=names(*order), mode=mode)
 
 
-def compare(rows: list[pb.StartRow], mode: pb.Mode) -> tuple[int, int]:
+def compare(rows: list[pb.StartRow], mode: pb.Mode, fused_commit: bool = False) -> tuple[int, int]:
     """Forwards with and without the early end; the answers are the same."""
     num_early = num_whole = 0
     for first in range(0, len(rows), ROWS_TOGETHER):
         together = rows[first : first + ROWS_TOGETHER]
-        answers, forwards = run_to_end(together, mode, early_end=True)
-        whole_answers, whole_forwards = run_to_end(together, mode, early_end=False)
+        answers, forwards = run_to_end(together, mode, fused_commit, early_end=True)
+        whole_answers, whole_forwards = run_to_end(together, mode, fused_commit, early_end=False)
         assert answers == whole_answers
         assert all(forwards[name] <= whole_forwards[name] for name in forwards)
         num_early += sum(forwards.values())
@@ -72,10 +75,10 @@ def compare(rows: list[pb.StartRow], mode: pb.Mode) -> tuple[int, int]:
     return num_early, num_whole
 
 
-@pytest.mark.parametrize("mode", [pb.MODE_FDFO, pb.MODE_SYNC])
-def test_answers_are_the_same_with_fewer_forwards(mode: pb.Mode) -> None:
+@pytest.mark.parametrize(("mode", "fused_commit"), [(pb.MODE_FDFO, False), (pb.MODE_FDFO, True), (pb.MODE_SYNC, False)])
+def test_answers_are_the_same_with_fewer_forwards(mode: pb.Mode, fused_commit: bool) -> None:
     """Every twentieth problem, batch-invariant: same published ids and ends, and some forwards saved."""
-    early, whole = compare(problem_rows(20), mode)
+    early, whole = compare(problem_rows(20), mode, fused_commit)
     assert early < whole
 
 

@@ -144,6 +144,28 @@ def test_a_block_that_moves_keeps_its_records(algorithm: str, forwards: int) -> 
     assert found == whole
 
 
+def test_a_fused_commit_reports_the_records_of_the_block_it_commits() -> None:
+    """Batch-invariant: the same bits as without, alone and in company, and from the snapshot that comes with it."""
+    rows = mixed_rows()
+    plain = run(Driver(make_loop(batch_invariant=True)), rows, 3, pb.MODE_FDFO)
+    fused = run(Driver(make_loop(batch_invariant=True, fused_commit=True)), rows, 3, pb.MODE_FDFO)
+    for row, one, other in zip(rows, plain, fused, strict=True):
+        assert one.ids == other.ids
+        assert one.steps == other.steps or not row.want_first_unmask_steps
+        assert one.logprobs == other.logprobs or not row.want_logprobs
+
+    row = rows[0]
+    first = Driver(make_loop(batch_invariant=True, fused_commit=True)).run(starts=[row]).rows
+    assert list(first.accept_lengths) == [B] and list(first.has_block) == [True]
+    moved = start_row("r0", [*text_ids(5), *unpack_ids(first.done_ids)[5:]], "LowConfidence", attempt=2, **WANTED)
+    moved.sampling.CopyFrom(row.sampling)
+    moved.prompt_length, moved.step_count = 5, first.step_counts[0]
+    moved.block_ids, moved.block_mask = first.block_ids, first.block_masks
+    moved.first_unmask_steps, moved.logprobs = first.block_first_unmask_steps, first.block_logprobs
+    (found,) = run(Driver(make_loop(batch_invariant=True)), [moved], 1, pb.MODE_FDFO)
+    assert (found.steps, found.logprobs) == (plain[0].steps[B : 2 * B], plain[0].logprobs[B : 2 * B])
+
+
 def test_nobody_asks_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a row that asks, no logits are copied, nothing is written, and the reply has no columns."""
     copied: list[torch.Tensor | None] = []
