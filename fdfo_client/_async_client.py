@@ -74,6 +74,8 @@ class AsyncClient:
         events = self.stream(prompt, **options)
         text: list[str] = []
         token_ids: list[int] = []
+        logprobs: list[float] = []
+        first_unmask_steps: list[int] = []
         started: Started | None = None
         finished: Finished | None = None
         async with contextlib.aclosing(events):
@@ -84,6 +86,8 @@ class AsyncClient:
                     case Committed():
                         text.append(event.text)
                         token_ids.extend(event.token_ids)
+                        logprobs.extend(event.logprobs or ())
+                        first_unmask_steps.extend(event.first_unmask_steps or ())
                     case Finished():
                         finished = event
         assert started is not None, "_events refuses such a stream"
@@ -97,6 +101,8 @@ class AsyncClient:
             seed=started.seed,
             stop_token_id=finished.stop_token_id,
             stop_string=finished.stop_string,
+            logprobs=tuple(logprobs) if options.get("logprobs") else None,
+            first_unmask_steps=tuple(first_unmask_steps) if options.get("first_unmask_steps") else None,
         )
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event, None]:
@@ -176,7 +182,7 @@ class AsyncClient:
             try:
                 with self._typed_errors(endpoint.target):
                     async for response in call:
-                        event = event_from_proto(response)
+                        event = event_from_proto(response, request)
                         if event is None:
                             continue
                         _check_order(last, event, endpoint.target)

@@ -37,6 +37,8 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: the model's own stop ids become ordinary tokens.
     algorithm: "LowConfidence" or "JointThreshold"; the server may know more.
     algorithm_params: by name, such as {"threshold": 0.9}.
+    logprobs: give each token's log probability, by the model's own logits, in the step that last set it.
+    first_unmask_steps: give the step of its block, from 0, that first unmasked each token's position.
     request_id: unique among live requests. Default: the server draws one.
     parse_special_tokens: special tokens in a text prompt are read as such; else they are plain text.
     timeout: seconds until the answer must be complete. Default: none.
@@ -55,11 +57,22 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     algorithm: str | None
     algorithm_params: Mapping[str, float] | None
+    logprobs: bool
+    first_unmask_steps: bool
     request_id: str | None
     parse_special_tokens: bool
     timeout: float | None
 
 
+_FIELDS = (
+    "max_new_tokens",
+    "request_id",
+    "algorithm",
+    "ignore_eos",
+    "parse_special_tokens",
+    "logprobs",
+    "first_unmask_steps",
+)
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
@@ -73,7 +86,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> tuple[pb.Gene
     _set_prompt(request, prompt, options.get("prompt_ids"), options.get("messages"))
     for name in _SAMPLING_FIELDS:
         _set_scalar(request.sampling, name, options.get(name))
-    for name in ("max_new_tokens", "request_id", "algorithm", "ignore_eos", "parse_special_tokens"):
+    for name in _FIELDS:
         _set_scalar(request, name, options.get(name))
     stop = options.get("stop")
     _extend(request.stop, "stop", [stop] if isinstance(stop, str) else stop or ())

@@ -212,7 +212,7 @@ class RoundLoop:
             request.forwards += row.forwards
             request.cached_tokens = request.cached_tokens or row.cached_tokens
             if row.done is not None:
-                self.counters.blocks_done += request.commit_block(*row.done)
+                self.counters.blocks_done += request.commit_block(row.done)
             if row.snapshot is not None:
                 request.keep_snapshot(reply.rows, row.snapshot)
             if self._settle(request, row.status, row.done is not None, row.error):

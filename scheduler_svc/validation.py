@@ -29,8 +29,6 @@ UNSUPPORTED: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
         "n": (1, "one sample per request is served; send several requests with different seeds"),
         "priority": (0, "requests have no priorities yet"),
-        "logprobs": (False, "log probabilities are not served yet"),
-        "first_unmask_steps": (False, "unmask steps are not served yet"),
         "provisional_every_forwards": (None, "snapshots of incomplete blocks are not served yet"),
         "resume": (None, "resuming is not served yet"),
         "json_schema": ("", "constrained output is not served: a block is filled in any order"),
@@ -104,6 +102,8 @@ class GenerateSpec:
     ignore_eos: bool
     algorithm: str
     algorithm_params: dict[str, float]
+    logprobs: bool = False
+    first_unmask_steps: bool = False
 
 
 def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> GenerateSpec:
@@ -130,6 +130,8 @@ def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> Gene
         ignore_eos=request.ignore_eos,
         algorithm=algorithm,
         algorithm_params=algorithm_params,
+        logprobs=request.logprobs,
+        first_unmask_steps=request.first_unmask_steps,
     )
 
 

@@ -65,6 +65,7 @@ def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
         chunked_prefill_size=settings.chunked_prefill_size,
         fused_commit=settings.fused_commit,
         lease_s=settings.lease_s,
+        early_end=settings.early_end,
     )
 
 

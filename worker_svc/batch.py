@@ -20,6 +20,7 @@ from torch import Tensor
 from worker_svc.algorithms import ALGORITHMS
 from worker_svc.algorithms.base import DllmAlgorithm, SamplingColumns, StepBatch
 from worker_svc.model_runner import ForwardInput, Segment
+from worker_svc.records import Recorder
 from worker_svc.rows import Row, SlotColumns
 
 
@@ -41,6 +42,7 @@ class Group:
     editable: Tensor  # bool [R', B]
     sampling: SamplingColumns
     params: dict[str, Tensor]  # float32 [R']
+    recorder: Recorder
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def _groups(rows: list[Row], slots: Tensor, columns: SlotColumns) -> list[Group]
                 editable=columns.editable(own),
                 sampling=columns.sampling(own, any(rows[place].samples for place in members)),
                 params={key: column[own] for key, column in columns.params[name].items()},
+                recorder=Recorder.of([rows[place] for place in members], columns.device),
             )
         )
     return groups
@@ -148,8 +151,8 @@ def forward_input(
 def step(batch: Batch, logits: Tensor, columns: SlotColumns, mask_token_id: int) -> list[tuple[int, RowFlags]]:
     """`step` once per algorithm on logits [R, B, V]; the rows (by place) with a flag set, in one copy to the host.
 
-    A block that ends its request needs no KV: an algorithm that never edits is done with it as soon as its last mask
-    is filled. Rows that are not active or whose logits are not finite keep their block as it is.
+    A block that ends its request needs no KV: an algorithm that never edits is done with it as soon as the request's
+    output is decided. Rows that are not active or whose logits are not finite keep their block as it is.
     """
     finite = logits.isfinite().flatten(1).all(dim=1)
     keep = batch.active & finite
@@ -168,10 +171,12 @@ def step(batch: Batch, logits: Tensor, columns: SlotColumns, mask_token_id: int)
         )
         state = {key: column[slots] for key, column in columns.states[name].items()}
         own_logits = logits if len(batch.groups) == 1 else logits[group.places]
+        raw = group.recorder.raw_logits(own_logits)
         group_done = group.algorithm.step(block, own_logits, state)
-        group_ends = ~block.masked.any(dim=1) & columns.ends_request(slots, block.ids, group.editable)
+        group_ends = columns.ends_request(slots, block.ids, block.masked, group.editable, group.algorithm.edits)
         done[group.places] = group_done if group.algorithm.edits else group_done | group_ends
         ends[group.places] = group_ends
+        group.recorder.record(columns, slots, block, raw, kept)
         columns.ids[slots] = torch.where(kept[:, None], block.ids, columns.ids[slots])
         columns.masked[slots] = torch.where(kept[:, None], block.masked, columns.masked[slots])
         for key, column in columns.states[name].items():

@@ -23,6 +23,7 @@ from worker_svc.kv.pages import PagePool, PageUsage
 from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
 from worker_svc.model_runner import ModelRunner
+from worker_svc.records import keep_committed
 from worker_svc.replies import RowCopies, copy_rows
 from worker_svc.rounds import Deliver, Round, RoundRequest, RoundRow, Session
 from worker_svc.rows import Phase, Row, RowName, SlotColumns, Start
@@ -46,6 +47,7 @@ class LoopConfig:
     chunked_prefill_size: int  # tokens
     fused_commit: bool = False  # FDFO: a block's last forward is the next block's first, where nothing is edited
     lease_s: float = 30.0
+    early_end: bool = True  # a block may end its request with masks behind the first stop token
 
     @property
     def max_blocks(self) -> int:
@@ -89,7 +91,7 @@ class DenoiseLoop:
         )
         self.pool = PagePool(config.num_pages)
         self.slots = SlotTable(self.kv, self.pool)
-        self.columns = SlotColumns(config.num_slots, config.block_size, runner.device)
+        self.columns = SlotColumns(config.num_slots, config.block_size, runner.device, config.early_end)
         self._start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
         self.clock = clock
         self._batch: Batch | None = None
@@ -331,6 +333,7 @@ class DenoiseLoop:
                 row.block_index += 1
                 commits.append(row)
             round_.work.allocator_calls += self.pool.num_calls - calls_before
+        keep_committed(commits, self.columns)
         for algorithm in {row.algorithm for row in commits}:
             slots = torch.tensor(
                 [row.slot for row in commits if row.algorithm == algorithm], device=self.columns.device
@@ -343,7 +346,8 @@ class DenoiseLoop:
         """A block that starts without a masked position has its commit next, unless it ends its request."""
         if not start.block_mask.any():
             slots = torch.tensor([row.slot], device=self.columns.device)
-            if not self.columns.ends_request(slots, self.columns.ids[slots], self.columns.editable(slots)):
+            ids, masked = self.columns.ids[slots], self.columns.masked[slots]
+            if not self.columns.ends_request(slots, ids, masked, self.columns.editable(slots), edits=False):
                 self._filled.append(row)
 
     def _active_rounds(self) -> Iterable[Round]:

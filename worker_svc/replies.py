@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.algorithms import ALGORITHMS
+from worker_svc.records import RecordCopies, copy_records, pack_records
 from worker_svc.rounds import Round, RoundRow
 from worker_svc.rows import Phase, Row, SlotColumns
 
@@ -32,6 +33,7 @@ class RowCopies:
     open_rows: list[tuple[str, int]]  # algorithm and block index of each open block
     table: Tensor  # int64 [open blocks, 2B + 1]: ids, mask bits, step count
     states: dict[str, dict[str, Tensor]]  # by algorithm, each [open blocks, ...]; only of algorithms with a state
+    records: RecordCopies
 
     def build(self) -> pb.RowReplies:
         """The columns of the reply."""
@@ -54,6 +56,10 @@ class RowCopies:
             cached_tokens=[0] * len(self.entries),
             end_reasons=[entry.end_reason for entry in self.entries],
             end_positions=[entry.end_position for entry in self.entries],
+            done_first_unmask_steps=pack_records(self.records.done_first_unmask_steps, "<i4"),
+            done_logprobs=pack_records(self.records.done_logprobs, "<f4"),
+            block_first_unmask_steps=pack_records(self.records.open_first_unmask_steps, "<i4"),
+            block_logprobs=pack_records(self.records.open_logprobs, "<f4"),
             errors={number: entry.error for number, entry in enumerate(self.entries) if entry.error},
         )
 
@@ -68,7 +74,8 @@ class RowCopies:
 def copy_rows(round_: Round, columns: SlotColumns) -> RowCopies:
     """The rows as they are now. Sets the status of those that prefill, and the end of those whose request ends."""
     size, device = columns.block_size, columns.device
-    is_done, is_open, prefilled_tokens, done_blocks, done_slots, was_committed = [], [], [], [], [], []
+    is_done, is_open, prefilled_tokens, done_blocks, was_committed = [], [], [], [], []
+    done_rows: list[Row] = []
     open_rows: list[Row] = []
     for entry in round_.rows:
         row = entry.row
@@ -84,11 +91,11 @@ def copy_rows(round_: Round, columns: SlotColumns) -> RowCopies:
             _end(entry, row, columns.ids[row.slot].tolist())
         if is_done[-1]:
             done_blocks.append(row.block_index if entry.committed_block is None else entry.committed_block)
-            done_slots.append(row.slot)
+            done_rows.append(row)
             was_committed.append(has_commit)
         if is_open[-1]:
             open_rows.append(row)
-    done = torch.tensor(done_slots, dtype=torch.int64, device=device)
+    done = torch.tensor([row.slot for row in done_rows], dtype=torch.int64, device=device)
     done_ids = columns.ids.index_select(0, done)
     if any(was_committed):
         committed_ids = columns.committed_ids.index_select(0, done)
@@ -110,6 +117,7 @@ def copy_rows(round_: Round, columns: SlotColumns) -> RowCopies:
             for name in {row.algorithm for row in open_rows}
             if columns.states[name]
         },
+        records=copy_records(done_rows, was_committed, open_rows, columns),
     )
 
 

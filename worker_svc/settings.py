@@ -50,6 +50,9 @@ class WorkerSettings:
     batch_invariant: bool = setting(
         False, help="logits do not depend on the other requests, bit for bit; slow, for tests"
     )
+    early_end: bool = setting(
+        True, help="a block ends its request once all up to its first stop token is set; not for algorithms that edit"
+    )
     num_threads: int = setting(
         1,
         help="CPU threads of the model; threads that spin beside another process are far slower than one",

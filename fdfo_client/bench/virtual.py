@@ -219,7 +219,7 @@ async def _stream(scheduler: Scheduler, options: dict[str, Any]) -> AsyncIterato
                 raise DeadlineExceeded("the timeout passed; give a longer timeout, or ask for fewer tokens") from None
             if isinstance(response, ServiceError):
                 raise response
-            event = event_from_proto(response)
+            event = event_from_proto(response, message)
             assert event is not None, "the scheduler is of this version"
             yield event
             if isinstance(event, Finished):
