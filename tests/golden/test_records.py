@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,9 @@ from tests.algorithms.naive import NaiveRow
 from tests.golden.test_loops import NAIVE_STEPS, B, make_loop, naive_blocks, start_row, text_ids
 from tests.worker.scripted import BAD, Driver, effort, names, start
 from tests.worker.scripted import make_loop as make_scripted_loop
+from worker_svc.algorithms.base import StepBatch
 from worker_svc.records import Recorder
+from worker_svc.rows import SlotColumns
 
 MANY_STEPS = {"LowConfidence": 0.999, "JointThreshold": 0.9}  # thresholds at which blocks take several steps
 WANTED: dict[str, Any] = {"want_logprobs": True, "want_first_unmask_steps": True}
@@ -224,3 +227,25 @@ def test_a_slot_that_had_records_shows_none_of_them() -> None:
     masked = [bool(reply.rows.block_masks[place // 8] >> place % 8 & 1) for place in range(B)]
     assert [value != 0 for value in values[7:]] == [not is_masked for is_masked in masked[7:]]
     assert values[:7] == [0.0] * 7
+
+
+def test_a_position_that_a_block_begins_with_has_no_records() -> None:
+    """Shifted models begin a block with a token: in its first step it is at zero, whatever stood in the slot."""
+    columns, slots = SlotColumns(1, 4, torch.device("cpu")), torch.tensor([0])
+    columns.first_unmask_steps.fill_(9)
+    columns.logprobs.fill_(-9.0)
+    columns.masked[0, 1:] = True
+    block = StepBatch(
+        ids=torch.tensor([[0, 2, 0, 0]]),
+        masked=torch.tensor([[False, False, True, True]]),
+        editable=torch.ones(1, 4, dtype=torch.bool),
+        block_index=columns.block_index,
+        step_index=columns.step_index,
+        sampling=columns.sampling(slots, any_sampling=False),
+        params={},
+        mask_token_id=1,
+    )
+    recorder = Recorder(logprob_places=slots, wants_steps=True)
+    recorder.record(columns, slots, block, torch.zeros(1, 4, 8), torch.tensor([True]))
+    assert columns.first_unmask_steps.tolist() == [[0, 0, 0, 0]]
+    assert columns.logprobs.tolist() == [[0.0, pytest.approx(-math.log(8)), 0.0, 0.0]]
