@@ -326,20 +326,24 @@ async def run(
 
 def finish(report: Report, arguments: argparse.Namespace) -> int:
     """Write what the flags ask for, the table to standard output if nothing else goes there. The exit status."""
+    as_json = json.dumps(to_json(report)) + "\n"
+    print(as_json if arguments.json == "-" else "\n".join(table(report)) + "\n", end="", flush=True)
+    if isinstance(arguments.json, Path):
+        _write("--json", arguments.json, as_json)
     if arguments.html is not None:
         from fdfo_client.bench.page import render
 
-        arguments.html.write_text(render(report), encoding="utf-8")
-    as_json = json.dumps(to_json(report)) + "\n"
-    if arguments.json == "-":
-        print(as_json, end="")
-    else:
-        print("\n".join(table(report)))
-        if arguments.json is not None:
-            arguments.json.write_text(as_json, encoding="utf-8")
+        _write("--html", arguments.html, render(report))
     if report.measurement.was_cut_short:
         return 130
     return 1 if report.summary.requests_failed or not report.summary.requests_ok else 0
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FdfoError(f"{flag} {path}: {error.strerror}") from None
 
 
 def replay_items(items: Iterable[Item], speed: float, timeout_s: float | None) -> list[Item]:
@@ -407,8 +411,8 @@ def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 def _whole(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        if not (text.isascii() and text.isdecimal() and len(text) < 19) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}, below 10**18")
         return int(text)
 
     return convert
