@@ -63,6 +63,7 @@ NOT_VIRTUAL = (
     "num_threads",
 )
 DEFAULT_CONCURRENCY = 16
+LONGEST_NETWORK_DELAY_MS = 2000  # beyond, a worker is taken for one that hangs
 DEFAULT_REQUESTS = 100
 DEFAULT_LENGTHS = "128"
 
@@ -165,7 +166,7 @@ def _add_virtual_arguments(parser: argparse.ArgumentParser) -> dict[str, str]:
     group.add_argument("--workers", dest="num_workers", type=_whole(1), metavar="N", help="workers (1)")
     group.add_argument(
         "--network-delay-ms",
-        type=_zero_or_more,
+        type=_network_delay_ms,
         metavar="D",
         help="what each message between scheduler and worker takes, one way (0)",
     )
@@ -425,10 +426,10 @@ def _above_zero(text: str) -> float:
     return value
 
 
-def _zero_or_more(text: str) -> float:
+def _network_delay_ms(text: str) -> float:
     value = _number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    if not 0 <= value <= LONGEST_NETWORK_DELAY_MS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to {LONGEST_NETWORK_DELAY_MS} milliseconds")
     return value
 
 
