@@ -64,6 +64,7 @@ def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
         num_pages=total_tokens // page_size,
         chunked_prefill_size=settings.chunked_prefill_size,
         lease_s=settings.lease_s,
+        enable_prefix_caching=settings.enable_prefix_caching,
     )
 
 

@@ -53,7 +53,7 @@ class RowCopies:
             algo_states=[self._state(place) for place in open_] if any(self.states.values()) else [b""] * len(open_),
             forwards=self.forwards,
             prefilled_tokens=self.prefilled_tokens,
-            cached_tokens=[0] * len(self.entries),
+            cached_tokens=[entry.cached_tokens for entry in self.entries],
             end_reasons=[entry.end_reason for entry in self.entries],
             end_positions=[entry.end_position for entry in self.entries],
             errors={number: entry.error for number, entry in enumerate(self.entries) if entry.error},

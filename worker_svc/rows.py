@@ -79,8 +79,8 @@ class Row:
     entry: RoundRow | None = None
 
     @classmethod
-    def resident(cls, start: Start, session: Session, slot: int) -> Row:
-        """The row of a start that got its slot."""
+    def resident(cls, start: Start, session: Session, slot: int, cached_blocks: int = 0) -> Row:
+        """The row of a start that got its slot, with the KV of its prefix's first `cached_blocks`."""
         return cls(
             name=start.name,
             session=session,
@@ -92,7 +92,8 @@ class Row:
             stop_token_ids=frozenset(start.stop_token_ids),
             block_index=start.block_index,
             prefix=start.prefix,
-            phase=Phase.PREFILL if start.block_index else Phase.DENOISE,
+            prefilled_blocks=cached_blocks,
+            phase=Phase.PREFILL if cached_blocks < start.block_index else Phase.DENOISE,
         )
 
 
