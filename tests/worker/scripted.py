@@ -66,6 +66,7 @@ def make_loop(
     context: int = 1024,
     runner: ScriptedRunner | None = None,
     clock: Clock | None = None,
+    caching: bool = True,
 ) -> DenoiseLoop:
     config = LoopConfig(
         fingerprint="scripted",
@@ -77,6 +78,7 @@ def make_loop(
         num_pages=num_pages,
         chunked_prefill_size=chunk,
         lease_s=30.0,
+        enable_prefix_caching=caching,
     )
     return DenoiseLoop(runner or ScriptedRunner(), config, clock or Clock())
 
