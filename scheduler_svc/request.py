@@ -158,7 +158,7 @@ class Request:
                 api.Usage(
                     prompt_tokens=len(self.spec.prompt_ids),
                     completion_tokens=self.published_tokens,
-                    cached_tokens=self.cached_tokens,
+                    cached_tokens=min(self.cached_tokens, len(self.spec.prompt_ids)),  # a restart finds output too
                     forwards=self.forwards,
                     rounds=self.rounds,
                 )

@@ -66,6 +66,7 @@ def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
         fused_commit=settings.fused_commit,
         lease_s=settings.lease_s,
         early_end=settings.early_end,
+        enable_prefix_caching=settings.enable_prefix_caching,
     )
 
 

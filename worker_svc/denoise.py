@@ -48,6 +48,7 @@ class LoopConfig:
     fused_commit: bool = False  # FDFO: a block's last forward is the next block's first, where nothing is edited
     lease_s: float = 30.0
     early_end: bool = True  # a block may end its request with masks behind the first stop token
+    enable_prefix_caching: bool = True
 
     @property
     def max_blocks(self) -> int:
@@ -90,7 +91,7 @@ class DenoiseLoop:
             device=runner.device,
         )
         self.pool = PagePool(config.num_pages)
-        self.slots = SlotTable(self.kv, self.pool)
+        self.slots = SlotTable(self.kv, self.pool, config.enable_prefix_caching)
         self.columns = SlotColumns(config.num_slots, config.block_size, runner.device, config.early_end)
         self._start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
         self.clock = clock
@@ -169,12 +170,12 @@ class DenoiseLoop:
         )
 
     def allowance(self, session: Session) -> pb.Allowance:
-        """All that is free while nobody was refused in the last second, else an even share of the whole."""
+        """All that is free or cached while nobody was refused in the last second, else an even share of the whole."""
         if self.clock() - self._last_refusal_at < REFUSAL_MEMORY_S:
             num_sessions = len(self.sessions)
             return pb.Allowance(rows=self.slots.num_slots // num_sessions, pages=self.pool.total // num_sessions)
         own_pages = sum(self.slots.num_pages(row.slot) for row in session.rows.values())
-        return pb.Allowance(rows=len(session.rows) + self.slots.num_free, pages=own_pages + self.pool.num_free)
+        return pb.Allowance(rows=len(session.rows) + self.slots.num_free, pages=own_pages + self.pool.num_available)
 
     # The loop ---------------------------------------------------------------------------------------------------
 
@@ -202,6 +203,7 @@ class DenoiseLoop:
         self._account(chunks, commits, launched_at, device_ms)
         for place, flags in flagged:
             self._settle(batch.rows[place], flags)
+        self._note_final(chunks, commits)
         return True
 
     def _boundary(self, session: Session) -> None:
@@ -241,11 +243,10 @@ class DenoiseLoop:
         calls_before = self.pool.num_calls
         self.release(session, round_.request.releases)
         round_.rows = [self._start(session, start) for start in round_.request.starts]
-        rolling: dict[str, list[int]] = {}  # algorithm to slots
+        rolling: dict[str, list[Row]] = {}  # by algorithm
         round_.rows += [self._continue(session, name, rolling) for name in round_.request.continues]
-        for algorithm, slots in rolling.items():
-            slot_tensor = torch.tensor(slots, device=self.columns.device)
-            self.columns.next_blocks(algorithm, slot_tensor, self.config.mask_token_id)
+        for algorithm, rows in rolling.items():
+            self._roll_over(algorithm, rows)
         for entry in round_.rows:
             if entry.row is not None:
                 entry.row.entry = entry
@@ -265,17 +266,19 @@ class DenoiseLoop:
             if start.name.attempt <= older.name.attempt:
                 return RoundRow(None, pb.ROW_STATUS_BAD_STATE, f"attempt: must be above {older.name.attempt}")
             self._free(older, pb.ROW_STATUS_RELEASED)
-        slot = self.slots.open((start.block_index + 1) * self.config.block_size)
+        slot = self.slots.open((start.block_index + 1) * self.config.block_size, start.prefix)
         if slot is None:
             self._last_refusal_at = self.clock()
             return RoundRow(None, pb.ROW_STATUS_NO_KV_SPACE)
         session.ended.pop(start.name.key, None)
         self.columns.write(slot, start)
-        row = session.rows[start.name.key] = Row.resident(start, session, slot)
+        cached_tokens = self.slots.num_final(slot)
+        cached_blocks = cached_tokens // self.config.block_size
+        row = session.rows[start.name.key] = Row.resident(start, session, slot, cached_blocks)
         self._note_if_complete(row, start)
-        return RoundRow(row)
+        return RoundRow(row, cached_tokens=cached_tokens)
 
-    def _continue(self, session: Session, name: RowName, rolling: dict[str, list[int]]) -> RoundRow:
+    def _continue(self, session: Session, name: RowName, rolling: dict[str, list[Row]]) -> RoundRow:
         """Go on in place. A done row rolls over to its next block, unless that finds no page: then it stays done."""
         ended = session.ended.get(name.key)
         if ended is not None and ended.attempt == name.attempt:
@@ -292,8 +295,16 @@ class DenoiseLoop:
                 return RoundRow(row, pb.ROW_STATUS_NO_KV_SPACE, forwards=0)
             row.block_index += 1
             row.phase = Phase.DENOISE
-            rolling.setdefault(row.algorithm, []).append(row.slot)
+            rolling.setdefault(row.algorithm, []).append(row)
         return RoundRow(row)
+
+    def _roll_over(self, algorithm: str, rows: list[Row]) -> None:
+        """The next blocks of done rows begin; of the blocks that they leave nothing will be written again."""
+        slots = torch.tensor([row.slot for row in rows], device=self.columns.device)
+        if self.config.enable_prefix_caching:
+            for row, ids in zip(rows, self.columns.ids[slots].cpu().numpy(), strict=True):
+                self.slots.finish(row.slot, row.block_index * self.config.block_size, ids.tobytes())
+        self.columns.next_blocks(algorithm, slots, self.config.mask_token_id)
 
     def _plan_prefill(self) -> list[Chunk]:
         """Whole blocks of incomplete prefixes, in the order of the rounds, within the budget of one forward."""
@@ -393,6 +404,16 @@ class DenoiseLoop:
             for work in (self.totals, chunk.row.session.active.work):
                 work.prefill_tokens += chunk.num_blocks * self.config.block_size
 
+    def _note_final(self, chunks: list[Chunk], commits: list[Row]) -> None:
+        """The KV that this forward made final, of prefixes and by fused commits; of rows in error nothing is kept."""
+        size = self.config.block_size
+        for row, first_block, num_blocks in chunks:
+            self.slots.finish(row.slot, (first_block + num_blocks) * size)
+        if commits and self.config.enable_prefix_caching:
+            slots = torch.tensor([row.slot for row in commits], device=self.columns.device)
+            for row, ids in zip(commits, self.columns.committed_ids[slots].cpu().numpy(), strict=True):
+                self.slots.finish(row.slot, row.block_index * size, ids.tobytes())
+
     def _settle(self, row: Row, flags: RowFlags) -> None:
         """The row's block is complete; or the row left the denoising, done or in error, and its round has to say so."""
         round_, entry = row.session.active, row.entry
@@ -456,7 +477,11 @@ class DenoiseLoop:
     def _free(self, row: Row, status: pb.RowStatus) -> None:
         """The one place where a row leaves the worker."""
         del row.session.rows[row.name.key]
-        self.slots.close(row.slot)
+        ends = status == pb.ROW_STATUS_ENDED or row.is_withheld or (row.entry is not None and row.entry.ends)
+        if row.phase is Phase.DONE and not ends:  # a block that ends its request may lack its final KV
+            ids = self.columns.ids[row.slot].cpu().numpy().tobytes()
+            self.slots.finish(row.slot, (row.block_index + 1) * self.config.block_size, ids)
+        self.slots.close(row.slot, is_sound=status != pb.ROW_STATUS_BAD_NUMERICS)
         if row.entry is not None:
             row.entry.row, row.entry.status = None, status
             row.entry = None

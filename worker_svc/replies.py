@@ -53,7 +53,7 @@ class RowCopies:
             algo_states=[self._state(place, name) for place, (name, _) in enumerate(self.open_rows)],
             forwards=self.forwards,
             prefilled_tokens=self.prefilled_tokens,
-            cached_tokens=[0] * len(self.entries),
+            cached_tokens=[entry.cached_tokens for entry in self.entries],
             end_reasons=[entry.end_reason for entry in self.entries],
             end_positions=[entry.end_position for entry in self.entries],
             done_first_unmask_steps=pack_records(self.records.done_first_unmask_steps, "<i4"),

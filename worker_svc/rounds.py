@@ -43,6 +43,7 @@ class RoundRow:
     row: Row | None
     status: pb.RowStatus = pb.ROW_STATUS_RUNNING
     error: str = ""
+    cached_tokens: int = 0  # of a start's prefix, what the prefix cache gave
     joined_after: int = 0  # forwards of the round before the row's first denoise forward
     forwards: int | None = None  # its denoise forwards in this round, once its block is done
     ends: bool = False  # the done block ends the request

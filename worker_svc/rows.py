@@ -84,8 +84,8 @@ class Row:
     entry: RoundRow | None = None
 
     @classmethod
-    def resident(cls, start: Start, session: Session, slot: int) -> Row:
-        """The row of a start that got its slot."""
+    def resident(cls, start: Start, session: Session, slot: int, cached_blocks: int = 0) -> Row:
+        """The row of a start that got its slot, with the KV of its prefix's first `cached_blocks`."""
         return cls(
             name=start.name,
             session=session,
@@ -99,7 +99,8 @@ class Row:
             prefix=start.prefix,
             wants_first_unmask_steps=start.first_unmask_steps is not None,
             wants_logprobs=start.logprobs is not None,
-            phase=Phase.PREFILL if start.block_index else Phase.DENOISE,
+            prefilled_blocks=cached_blocks,
+            phase=Phase.PREFILL if cached_blocks < start.block_index else Phase.DENOISE,
         )
 
 

@@ -39,6 +39,9 @@ class WorkerSettings:
     chunked_prefill_size: int = setting(
         2048, help="prompt tokens computed in one forward, all requests together", metavar="TOKENS", minimum=1
     )
+    enable_prefix_caching: bool = setting(
+        True, help="keep the KV of ended requests while there is room, for prompts that begin alike"
+    )
     dtype: str = setting(
         "auto", help="type of weights and KV; auto: what the checkpoint says", choices=("auto", "float32", "bfloat16")
     )

@@ -49,5 +49,6 @@ def warm_up(loop: DenoiseLoop) -> None:
     )
     run_fdfo(loop, request)
     loop.forget(loop.sessions[SCHEDULER_ID], Refused("STALE_GENERATION", "the warm-up is over"))
+    loop.pool.forget_all()
     loop.totals.Clear()
     loop.pool.num_calls = 0

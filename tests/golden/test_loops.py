@@ -44,12 +44,15 @@ def make_loop(
     slots: int = 16,
     fused_commit: bool = False,
     early_end: bool = True,
+    caching: bool = True,
 ) -> DenoiseLoop:
     torch.set_num_threads(1)
     model = load_model(FOLDER, dtype=torch.float32, device="cpu")
     runner = TorchModelRunner(model, ATTENTION_BACKENDS["torch"](), batch_invariant=batch_invariant)
     sizes = (B, MASK, 1024, page_size, slots, 512 * B // page_size, chunk)
-    config = LoopConfig("scripted", *sizes, fused_commit=fused_commit, early_end=early_end)
+    config = LoopConfig(
+        "scripted", *sizes, fused_commit=fused_commit, early_end=early_end, enable_prefix_caching=caching
+    )
     return DenoiseLoop(runner, config, lambda: 0.0)
 
 
@@ -170,6 +173,32 @@ def test_a_seeded_request_is_the_same_alone_in_company_and_moved() -> None:
     moved.block_ids, moved.block_mask = first.rows.block_ids, first.rows.block_masks
     moved.step_count = first.rows.step_counts[0]
     assert run_blocks(Driver(make_loop(batch_invariant=True)), moved, 2, pb.MODE_FDFO) == alone
+
+
+@pytest.mark.parametrize("algorithm", sorted(NAIVE_STEPS))
+@pytest.mark.parametrize("page_size", [B, 2 * B])
+def test_a_cached_prefix_gives_the_same_tokens(algorithm: str, page_size: int) -> None:
+    """Batch-invariant: without the cache, with a cold one, and from pages that other requests wrote as prompt or as
+    output."""
+    prompt = text_ids(3 * B + 9)
+    sampling = pb.SamplingParams(temperature=1.0, top_p=0.9, seed=11)
+    row = start_row("a", prompt, algorithm, sampling=sampling)
+    plain = make_loop(batch_invariant=True, page_size=page_size, caching=False)
+    expected = run_blocks(Driver(plain), row, 3, pb.MODE_FDFO)
+    loop = make_loop(batch_invariant=True, page_size=page_size)
+    driver = Driver(loop)
+    assert run_blocks(driver, row, 3, pb.MODE_FDFO) == expected
+    row.attempt = 2
+    computed = loop.totals.prefill_tokens
+    assert run_blocks(driver, row, 3, pb.MODE_FDFO) == expected
+    assert loop.totals.prefill_tokens - computed == 3 * B % page_size
+    # Its own output is the prefix now: the rest of it is found again behind pages that were written while denoising.
+    longer = prompt[: 3 * B] + expected[: 2 * B]
+    later = start_row("b", longer, algorithm, sampling=sampling)
+    later.prompt_length = len(prompt)
+    computed = loop.totals.prefill_tokens
+    assert run_blocks(driver, later, 1, pb.MODE_FDFO) == expected[2 * B :]
+    assert loop.totals.prefill_tokens - computed == 5 * B % page_size
 
 
 @pytest.mark.parametrize("block_size", [4, 8])

@@ -67,6 +67,7 @@ def make_loop(
     runner: ScriptedRunner | None = None,
     clock: Clock | None = None,
     fused_commit: bool = False,
+    caching: bool = True,
 ) -> DenoiseLoop:
     config = LoopConfig(
         fingerprint="scripted",
@@ -79,6 +80,7 @@ def make_loop(
         chunked_prefill_size=chunk,
         fused_commit=fused_commit,
         lease_s=30.0,
+        enable_prefix_caching=caching,
     )
     return DenoiseLoop(runner or ScriptedRunner(), config, clock or Clock())
 

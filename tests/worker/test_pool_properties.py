@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +13,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.errors import Refused, ServiceError
 from fdfo.worker.v1 import worker_pb2 as pb
-from tests.worker.scripted import BLOCK, FILL, FIRST_EFFORT, MASK, STOP, VOCAB, Clock, Driver, ScriptedRunner, start
+from tests.worker.naive_cache import CheckedSlots
+from tests.worker.scripted import (
+    BAD,
+    BLOCK,
+    FILL,
+    FIRST_EFFORT,
+    MASK,
+    STOP,
+    VOCAB,
+    Clock,
+    Driver,
+    ScriptedRunner,
+    start,
+)
 from worker_svc.denoise import DenoiseLoop, LoopConfig
 from worker_svc.kv.pages import PagePool
 from worker_svc.kv.slots import SlotTable
@@ -22,18 +36,20 @@ from worker_svc.rounds import RoundRequest
 from worker_svc.rows import Phase, Row, RowKey, RowName
 
 NUM_SLOTS, CONTEXT = 5, 8 * BLOCK
+WRITTEN = [STOP if place == 20 else FILL + place % 8 for place in range(BLOCK)]  # a block as the model writes it
+TEXTS = {"written": WRITTEN, "other": [50] * BLOCK}
 MAX_WAITING = 5  # rounds on their way, per scheduler
 
 
 class StampingRunner(ScriptedRunner):
-    """Leaves in the KV of every unit its slot and block, and a count of the forwards that wrote there."""
+    """Leaves in the KV of every unit a stamp of its tokens and of the stamp before; NaN for a block with BAD."""
 
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
-        for slot, block in zip(inputs.slots.tolist(), inputs.block_index.tolist(), strict=True):
-            page = int(kv.page_table[slot, block * BLOCK // kv.page_size])
-            assert page != 0, "a forward over a position without a page"
-            first = block * BLOCK % kv.page_size
-            kv.k[0, page, first : first + BLOCK] = slot * 1000 + block
+        units = zip(inputs.block_index.tolist(), inputs.slots.tolist(), inputs.ids.tolist(), strict=True)
+        for block, slot, tokens in sorted(units):
+            assert kv.page_table[slot, block * BLOCK // kv.page_size] != 0, "a forward over a position without a page"
+            before = int(kv_of(kv, slot, block - 1)[0, 0, 0]) if block else 0
+            kv_of(kv, slot, block)[:] = stamp(before, tuple(tokens))
         ids = inputs.ids[inputs.logits_units]
         efforts = (ids[:, :1] - FIRST_EFFORT).where((ids[:, :1] > FIRST_EFFORT) & (ids[:, :1] < FILL), torch.tensor(2))
         a_step = -(-(BLOCK - 1) // (efforts - 1).clamp(min=1))
@@ -42,7 +58,29 @@ class StampingRunner(ScriptedRunner):
         logits = torch.zeros(len(ids), BLOCK, VOCAB)
         tokens = torch.where(torch.arange(BLOCK) == 20, STOP, FILL + torch.arange(BLOCK) % 8)
         values = torch.where(is_sure, 20.0, 1.0)
-        return logits.scatter_(2, tokens.expand(len(ids), BLOCK)[:, :, None], values[:, :, None])
+        logits.scatter_(2, tokens.expand(len(ids), BLOCK)[:, :, None], values[:, :, None])
+        logits[(ids == BAD).any(dim=1)] = torch.nan
+        return logits
+
+
+def kv_of(kv: KVStore, slot: int, block: int) -> torch.Tensor:
+    """The keys of a block, [B, 1, head dim], to read or to write."""
+    first = block * BLOCK % kv.page_size
+    return kv.k[0, int(kv.page_table[slot, block * BLOCK // kv.page_size]), first : first + BLOCK]
+
+
+@cache
+def stamp(before: int, tokens: tuple[int, ...]) -> int:
+    """What tells a block's tokens and all before them; a number that float32 holds."""
+    return 1 + hash((before, tokens)) % ((1 << 24) - 1)
+
+
+def stamps(tokens: tuple[int, ...]) -> list[int]:
+    """Those of whole blocks, from the first position of a request on."""
+    result = [0]
+    for first in range(0, len(tokens), BLOCK):
+        result.append(stamp(result[-1], tokens[first : first + BLOCK]))
+    return result[1:]
 
 
 @dataclass
@@ -70,6 +108,8 @@ STARTS = st.lists(
         st.integers(1, 4 * BLOCK),  # tokens left
         st.sampled_from(["LowConfidence", "JointThreshold"]),
         st.booleans(),  # with a stop token
+        st.sampled_from(["written", "written", "other"]),  # what its prompt's whole blocks hold behind the first
+        st.sampled_from([False, False, False, True]),  # with logits that are not finite
     ),
     max_size=4,
     unique_by=lambda start: start[0],
@@ -85,14 +125,17 @@ class Rounds(RuleBasedStateMachine):
         blocks_a_page=st.sampled_from([1, 2]),
         chunk=st.sampled_from([1, 2, 16]),
         fused_commit=st.booleans(),
+        caching=st.sampled_from([True, True, True, False]),
     )
-    def begin(self, num_pages: int, blocks_a_page: int, chunk: int, fused_commit: bool) -> None:
+    def begin(self, num_pages: int, blocks_a_page: int, chunk: int, fused_commit: bool, caching: bool) -> None:
         self.clock = Clock()
         page_size = blocks_a_page * BLOCK
         config = LoopConfig(
             "scripted", BLOCK, MASK, CONTEXT, page_size, NUM_SLOTS, num_pages, chunk * BLOCK, fused_commit
         )
-        self.loop = DenoiseLoop(StampingRunner(), config, self.clock)
+        self.loop = DenoiseLoop(StampingRunner(), replace(config, enable_prefix_caching=caching), self.clock)
+        self.checked = self.loop.slots = CheckedSlots(self.loop.kv, self.loop.pool, caching)
+        self.done_ids: dict[Row, dict[int, list[int]]] = {}  # by block index
         self.schedulers = [Scheduler(Driver(self.loop, name)) for name in ("one", "two")]
         self.seen: dict[Row, tuple[list[int], int, Phase]] = {}
 
@@ -115,7 +158,7 @@ class Rounds(RuleBasedStateMachine):
     def send_round(
         self,
         who: int,
-        starts: list[tuple[int, int, int, int, str, bool]],
+        starts: list[tuple[int, int, int, int, str, bool, str, bool]],
         continues: set[int],
         releases: set[int],
         wrong_attempt: str,
@@ -128,10 +171,12 @@ class Rounds(RuleBasedStateMachine):
             return
         released = [self.name(scheduler, request) for request in releases]
         rows = []
-        for request, length, forwards, tokens_left, algorithm, stops in starts:
+        for request, length, forwards, tokens_left, algorithm, stops, text, is_bad in starts:
             attempt = scheduler.attempts.get(f"r{request}", 0) + (wrong_attempt != "start")
             scheduler.attempts[f"r{request}"] = attempt
-            prompt = [FILL] * (length // BLOCK * BLOCK) + [FIRST_EFFORT + forwards] * (length % BLOCK)
+            prompt = [WRITTEN[0]] * min(length // BLOCK, 1) * BLOCK
+            prompt += TEXTS[text] * (length // BLOCK - 1)
+            prompt += [BAD if is_bad else FIRST_EFFORT + forwards] * (length % BLOCK)
             row = start(f"r{request}", prompt, attempt=attempt, tokens_left=tokens_left, algorithm=algorithm)
             row.stop_token_ids.extend([STOP] if stops else [])
             rows.append(row)
@@ -248,11 +293,11 @@ class Rounds(RuleBasedStateMachine):
         rows = [row for session in loop.sessions.values() for row in session.rows.values()]
         usage = loop.pool.usage()
         assert usage.free + usage.cached + usage.held == usage.total == loop.config.num_pages
-        assert usage.held == sum(pages_of(row, loop) for row in rows)
         assert loop.slots.num_free == NUM_SLOTS - len(rows)
         table = loop.kv.page_table.tolist()
         given = [page for entry in table for page in entry if page]
-        assert len(set(given)) == len(given) == usage.held, "a page stands in two places"
+        assert len(set(given)) == usage.held
+        assert len({(page, place) for entry in table for place, page in enumerate(entry) if page}) == usage.held
         assert len({row.slot for row in rows}) == len(rows)
         assert not any(any(table[slot]) for slot in set(range(NUM_SLOTS)) - {row.slot for row in rows})
         assert not loop.kv.k[:, 0].any(), "the null page was written"
@@ -261,7 +306,15 @@ class Rounds(RuleBasedStateMachine):
             count = pages_of(row, loop)
             assert all(pages[:count]) and not any(pages[count:])
             assert int(loop.columns.block_index[row.slot]) == row.block_index
+            if row.entry is not None and row.entry.committed_block is not None:
+                committed_ids = loop.columns.committed_ids[row.slot].tolist()
+                self.done_ids.setdefault(row, {})[row.entry.committed_block] = committed_ids
             self.compare_with_before(row, pages[:count])
+            if row.phase is Phase.DONE:
+                self.done_ids.setdefault(row, {})[row.block_index] = loop.columns.ids[row.slot].tolist()
+        for tokens, page in self.checked.pages.items():
+            expected = torch.tensor(stamps(tokens)[-loop.config.page_size // BLOCK :], dtype=torch.float32)
+            assert (loop.kv.k[0, page].view(len(expected), -1) == expected[:, None]).all(), "KV of other tokens"
         self.seen = {row: (table[row.slot][: pages_of(row, loop)], row.block_index, row.phase) for row in rows}
 
     def compare_with_before(self, row: Row, pages: list[int]) -> None:
@@ -273,10 +326,10 @@ class Rounds(RuleBasedStateMachine):
         if phase is not Phase.PREFILL:
             assert row.phase is not Phase.PREFILL, "a prefix was lost"
         computed = row.prefilled_blocks if row.phase is Phase.PREFILL else row.block_index
-        size = self.loop.config.page_size
-        for block in range(computed):
-            kv = self.loop.kv.k[0, pages[block * BLOCK // size], block * BLOCK % size :][:BLOCK]
-            assert (kv == row.slot * 1000 + block).all(), "KV of another row, or none"
+        done_ids = self.done_ids.get(row, {})
+        known = [row.prefix[b].tolist() if b < len(row.prefix) else done_ids[b] for b in range(computed)]
+        for block, expected in enumerate(stamps(tuple(token for tokens in known for token in tokens))):
+            assert (kv_of(self.loop.kv, row.slot, block) == expected).all(), "KV of other tokens, or none"
 
     def teardown(self) -> None:
         """All rounds are answered, once; when all is released nothing is held and every page can be given out."""
@@ -297,6 +350,7 @@ class Rounds(RuleBasedStateMachine):
         self.recount()
         assert loop.pool.usage().held == 0 and loop.slots.num_free == NUM_SLOTS
         pages = loop.pool.take(loop.config.num_pages)
+        assert not loop.pool.cache.num_unused
         assert pages is not None and sorted(pages) == list(range(1, loop.config.num_pages + 1))
 
 
@@ -307,7 +361,8 @@ def pages_of(row: Row, loop: DenoiseLoop) -> int:
 
 TestRounds = Rounds.TestCase
 TestRounds.__doc__ = (
-    "Whatever two schedulers do, pages and slots add up, no row loses what it had, every call is answered."
+    "Whatever two schedulers do, pages and slots add up, no row loses what it had, every call is answered; the prefix "
+    "cache has the pages of the naive one, with the KV of their tokens."
 )
 TestRounds.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
