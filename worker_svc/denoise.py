@@ -478,7 +478,8 @@ class DenoiseLoop:
         """The one place where a row leaves the worker."""
         del row.session.rows[row.name.key]
         ends = status == pb.ROW_STATUS_ENDED or row.is_withheld or (row.entry is not None and row.entry.ends)
-        if row.phase is Phase.DONE and not ends:  # a block that ends its request may lack its final KV
+        # A block that ends its request may lack its final KV.
+        if self.config.enable_prefix_caching and row.phase is Phase.DONE and not ends:
             ids = self.columns.ids[row.slot].cpu().numpy().tobytes()
             self.slots.finish(row.slot, (row.block_index + 1) * self.config.block_size, ids)
         self.slots.close(row.slot, is_sound=status != pb.ROW_STATUS_BAD_NUMERICS)

@@ -359,12 +359,11 @@ def pages_of(row: Row, loop: DenoiseLoop) -> int:
     return -(-(row.block_index + 1) * BLOCK // loop.config.page_size)
 
 
-TestRounds = Rounds.TestCase
-TestRounds.__doc__ = (
-    "Whatever two schedulers do, pages and slots add up, no row loses what it had, every call is answered; the prefix "
-    "cache has the pages of the naive one, with the KV of their tokens."
-)
-TestRounds.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+class TestRounds(Rounds.TestCase):  # type: ignore[misc, valid-type]
+    """Whatever two schedulers do, pages and slots add up, no row loses what it had, every call is answered; the prefix
+    cache has the pages of the naive one, with the KV of their tokens."""
+
+    settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def make_table(num_pages: int = 6, num_slots: int = 3) -> SlotTable:

@@ -82,7 +82,7 @@ def test_a_preempted_row_starts_again_from_its_own_pages() -> None:
 
 
 def test_a_done_row_that_is_released_leaves_its_last_block_too() -> None:
-    """A row that found no page for its next block has its done block in the cache when it starts again."""
+    """Done and not yet rolled over: the block is final, and given when the request starts again."""
     loop = make_loop()
     driver = Driver(loop)
     driver.run(starts=[start("a", [5] * BLOCK)])
