@@ -18,7 +18,7 @@ from bench.ideal import fdfo_ms, sync_ms
 from bench.loads import Run, random_prompts, run_closed
 from bench.plain_loop import PlainResult, run_one_at_a_time, run_plain, run_without_kv
 from bench.rounds import measure_rounds, medians
-from bench.services import FUSED_COMMIT, PLAIN_COMMIT, SIMULATED, TINY, Services
+from bench.services import FUSED_COMMIT, PLAIN_COMMIT, SIMULATED, TINY, WITH_CACHE, Services
 from bench.upstream import UpstreamLoop
 from common.model_folder import read_model_folder
 from fdfo_client.bench.metrics import ttft_ms
@@ -252,11 +252,13 @@ def fused_commit(services: Services, scale: Scale, progress: Progress) -> Iterat
 
 
 def in_place(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
-    """Rows that keep slot and pages from round to round, against rows that are released and started again."""
+    """Rows that keep slot and pages from round to round, against rows that are released and started again, with and
+    without a prefix cache that has their KV."""
     num_rows = 16
     (worker,) = services.workers(SIMULATED, num_rows)
+    (cached_worker,) = services.workers(SIMULATED, num_rows, 1, WITH_CACHE)
 
-    def measure(restarts: bool) -> Figures:
+    def measure(worker: str, restarts: bool) -> Figures:
         trips = asyncio.run(measure_rounds(worker, num_rows, scale.rounds, num_blocks=4, restarts=restarts))
         continuing = [trip for trip in trips if trip.num_new_blocks == 0]
         return {
@@ -266,14 +268,19 @@ def in_place(services: Services, scale: Scale, progress: Progress) -> Iterator[C
             "tokens/s": BLOCK * sum(trip.num_done for trip in trips) / sum(trip.wall_ms for trip in trips) * 1000,
         }
 
-    kept, restarted = interleaved(
+    kept, restarted, restarted_with_cache = interleaved(
         scale,
         progress,
-        {"in place, 16 rows": partial(measure, False), "started again, 16 rows": partial(measure, True)},
+        {
+            "in place, 16 rows": partial(measure, worker, False),
+            "started again, 16 rows": partial(measure, worker, True),
+            "started again with prefix cache": partial(measure, cached_worker, True),
+        },
     ).values()
     yield derived(kept.name, kept.runs, Target("allocator calls/round", 0.0, at_least=False))
-    yield restarted
+    yield from (restarted, restarted_with_cache)
     yield derived("in place / started again", {"ratio": ratios(kept, restarted, "tokens/s")})
+    yield derived("in place / started again with cache", {"ratio": ratios(kept, restarted_with_cache, "tokens/s")})
 
 
 def plain(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:

@@ -20,8 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SIMULATED = ROOT / "models" / "simulated-h200-llada2-mini"
 TINY = ROOT / "models" / "tiny-llada2"
 READY_S, STOP_S = 60.0, 20.0
-PLAIN_COMMIT = ("--no-fused-commit",)
-FUSED_COMMIT = ("--fused-commit",)
+# Blocks take the drawn forwards, and a run finds nothing of the run before.
+PLAIN_COMMIT = ("--no-fused-commit", "--no-enable-prefix-caching")
+FUSED_COMMIT = ("--fused-commit", "--no-enable-prefix-caching")
+WITH_CACHE = ("--no-fused-commit", "--enable-prefix-caching")
 
 
 class Services:
