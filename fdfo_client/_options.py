@@ -37,6 +37,9 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: the model's own stop ids become ordinary tokens.
     algorithm: "LowConfidence" or "JointThreshold"; the server may know more.
     algorithm_params: by name, such as {"threshold": 0.9}.
+    n: 1 to 16 samples of the answer, all from one seed; see `Completion.samples`. At temperature 0 they are equal.
+    priority: a request of a higher one runs earlier, and in the place of lower ones when the server is full; -1000 to
+        1000, 0 by default.
     request_id: unique among live requests. Default: the server draws one.
     parse_special_tokens: special tokens in a text prompt are read as such; else they are plain text.
     timeout: seconds until the answer must be complete. Default: none.
@@ -55,6 +58,8 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     algorithm: str | None
     algorithm_params: Mapping[str, float] | None
+    n: int | None
+    priority: int | None
     request_id: str | None
     parse_special_tokens: bool
     timeout: float | None
@@ -73,7 +78,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> tuple[pb.Gene
     _set_prompt(request, prompt, options.get("prompt_ids"), options.get("messages"))
     for name in _SAMPLING_FIELDS:
         _set_scalar(request.sampling, name, options.get(name))
-    for name in ("max_new_tokens", "request_id", "algorithm", "ignore_eos", "parse_special_tokens"):
+    for name in ("max_new_tokens", "n", "priority", "request_id", "algorithm", "ignore_eos", "parse_special_tokens"):
         _set_scalar(request, name, options.get(name))
     stop = options.get("stop")
     _extend(request.stop, "stop", [stop] if isinstance(stop, str) else stop or ())

@@ -19,7 +19,7 @@ _FINISH_REASONS: dict[pb.FinishReason, FinishReason] = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request cost. Tokens are counted as published; forwards are denoise forwards, prefill and waiting not."""
+    """What a sample cost. Tokens are counted as published; forwards are denoise forwards, prefill and waiting not."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -42,22 +42,24 @@ class Started:
 class Committed:
     """Final text and ids of newly done blocks. They differ in length, never in content, over the whole stream.
 
-    `forwards` counts the forwards this request has had so far.
+    `forwards` counts the forwards this sample has had so far.
     """
 
     text: str
     token_ids: tuple[int, ...]
     forwards: int
+    sample_index: int = 0
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event. With reason "stop", `stop_token_id` or `stop_string` says what matched."""
+    """The last event of a sample. With reason "stop", `stop_token_id` or `stop_string` says what matched."""
 
     reason: FinishReason
     usage: Usage
     stop_token_id: int | None = None
     stop_string: str | None = None
+    sample_index: int = 0
 
 
 Event: TypeAlias = Started | Committed | Finished
@@ -65,7 +67,10 @@ Event: TypeAlias = Started | Committed | Finished
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. `seed` repeats it: send it with the same prompt and parameters."""
+    """A whole answer. `seed` repeats it: send it with the same prompt and parameters.
+
+    Of a request for several samples it is the first; `others` are those after it.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -75,6 +80,13 @@ class Completion:
     seed: int
     stop_token_id: int | None = None
     stop_string: str | None = None
+    sample_index: int = 0
+    others: tuple[Completion, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Completion, ...]:
+        """All samples in order, this one first."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,7 @@ def event_from_proto(response: pb.GenerateResponse) -> Event | None:
             return Started(started.request_id, started.seed, started.queue_position, started.prompt_tokens)
         case "committed":
             committed = response.committed
-            return Committed(committed.text, tuple(committed.token_ids), committed.forwards)
+            return Committed(committed.text, tuple(committed.token_ids), committed.forwards, committed.sample_index)
         case "finished":
             return _finished_from_proto(response.finished)
         case _:
@@ -164,6 +176,7 @@ def _finished_from_proto(finished: pb.Finished) -> Finished:
         Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.forwards, usage.rounds),
         stop_token_id=finished.stop_token_id if matched == "stop_token_id" else None,
         stop_string=finished.stop_string if matched == "stop_string" else None,
+        sample_index=finished.sample_index,
     )
 
 

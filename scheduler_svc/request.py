@@ -1,29 +1,28 @@
-"""A request and its life: all that is needed to go on with it on any worker, in mid-block.
+"""One sample of a request and its life: all that is needed to go on with it on any worker, in mid-block.
 
 queued  --start-->  running (on one worker)  --last block or abort-->  finished
-   ^-------- worker lost, no KV space ---------|
+   ^------- worker lost, preempted ------------|
 """
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
-from common.errors import ServiceError
 from common.packing import pack_bits, pack_ids
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.commit import Finish, OutputCommitter
-from scheduler_svc.outbox import Outbox
 from scheduler_svc.replies import Snapshot, read_snapshot
+from scheduler_svc.stream import Stream
 from scheduler_svc.validation import GenerateSpec
 
-Event = api.GenerateResponse | ServiceError
+RowName = tuple[str, int]  # request id and sample index
 
 
 @dataclass(eq=False)
 class Request:
-    """One live request. `attempt` rises with its every start on a worker; a reply of another attempt is dropped."""
+    """One sample of a live request: a row. `attempt` rises with its every start on a worker; a reply of another
+    attempt is dropped."""
 
     spec: GenerateSpec
     seed: int
@@ -31,8 +30,10 @@ class Request:
     mask_token_id: int
     committer: OutputCommitter
     worker_stop_ids: list[int]
-    outbox: Outbox
+    stream: Stream
+    sample_index: int = 0
     attempt: int = 0
+    num_preemptions: int = 0
     committed_ids: list[int] = field(default_factory=list)  # all generated tokens of done blocks
     block_index: int = field(init=False)
     forwards: int = 0
@@ -41,7 +42,6 @@ class Request:
     num_told_ids: int = 0  # committed ids that a message carried
     cached_tokens: int = 0
     is_finished: bool = False
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     _incomplete: Snapshot = field(init=False)
     _unread: tuple[pb.RowReplies, int] | None = None  # a newer one, in the reply that brought it
 
@@ -55,6 +55,16 @@ class Request:
         ids = pack_ids(known_ids + [self.mask_token_id] * num_masked)
         mask = pack_bits([False] * len(known_ids) + [True] * num_masked)
         self._incomplete, self._unread = Snapshot(self.block_index, ids, mask, 0, b""), None
+
+    @property
+    def name(self) -> RowName:
+        """What tells it from the other rows of this scheduler."""
+        return (self.spec.request_id, self.sample_index)
+
+    @property
+    def priority(self) -> int:
+        """Its class; a higher one runs earlier."""
+        return self.spec.priority
 
     @property
     def incomplete(self) -> Snapshot:
@@ -86,6 +96,7 @@ class Request:
         sampling, block = self.spec.sampling, self.incomplete
         return pb.StartRow(
             request_id=self.spec.request_id,
+            sample_index=self.sample_index,
             attempt=self.attempt,
             prompt_length=len(self.spec.prompt_ids),
             prefix_ids=pack_ids(prefix),
@@ -129,17 +140,19 @@ class Request:
                 token_ids=published.token_ids,
                 forwards=self.forwards,
                 committed_ids=self.committed_ids[self.num_told_ids :],
+                sample_index=self.sample_index,
             )
             self.num_told_ids = len(self.committed_ids)
-            self.outbox.put(self.events, api.GenerateResponse(committed=committed))
+            self.stream.put(api.GenerateResponse(committed=committed))
         if self.committer.finish is not None:
             self.finish(_finished(self.committer.finish))
         return True
 
     def finish(self, finished: api.Finished) -> None:
-        """The one terminal event; a second one is ignored."""
+        """The sample's one terminal event; a second one is ignored."""
         if not self.is_finished:
             self.is_finished = True
+            finished.sample_index = self.sample_index
             finished.usage.CopyFrom(
                 api.Usage(
                     prompt_tokens=len(self.spec.prompt_ids),
@@ -149,13 +162,7 @@ class Request:
                     rounds=self.rounds,
                 )
             )
-            self.outbox.put(self.events, api.GenerateResponse(finished=finished))
-
-    def fail(self, error: ServiceError) -> None:
-        """End with an error instead of Finished."""
-        if not self.is_finished:
-            self.is_finished = True
-            self.outbox.put(self.events, error)
+            self.stream.put(api.GenerateResponse(finished=finished))
 
 
 def _finished(finish: Finish) -> api.Finished:

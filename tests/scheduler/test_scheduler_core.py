@@ -15,8 +15,8 @@ from common.model_folder import read_model_folder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.core import BadDefaults, Scheduler
-from scheduler_svc.request import Request
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.stream import Stream
 from tests.scheduler.in_memory import InMemoryLink
 from tests.worker.scripted import BAD, BLOCK, FILL, Clock, ScriptedRunner, assert_whole, effort, make_loop
 from worker_svc.denoise import DenoiseLoop
@@ -38,7 +38,7 @@ class Bench:
 
         self.scheduler = Scheduler(FOLDER, SchedulerSettings(**values), {}, connect, 0.0)  # type: ignore[arg-type]
 
-    async def submit(self, request_id: str, prompt: list[int], max_new_tokens: int = 40, **fields: object) -> Request:
+    async def submit(self, request_id: str, prompt: list[int], max_new_tokens: int = 40, **fields: object) -> Stream:
         message = api.GenerateRequest(
             request_id=request_id,
             prompt_ids=api.TokenIds(ids=prompt),
@@ -47,20 +47,26 @@ class Bench:
         )
         return await self.scheduler.submit(message)
 
-    async def read(self, request: Request) -> tuple[list[int], api.Finished]:
-        """All published ids and the last event."""
-        ids: list[int] = []
-        while True:
-            event = await request.events.get()
-            if isinstance(event, ServiceError):
-                self.scheduler.leave(request)
-                raise event
-            if event.HasField("committed"):
-                assert event.committed.token_ids or event.committed.text, "an empty message"
-                ids += event.committed.token_ids
-            if event.HasField("finished"):
-                self.scheduler.leave(request)
-                return ids, event.finished
+    async def read(self, stream: Stream) -> tuple[list[int], api.Finished]:
+        """All published ids and the last event of a request with one sample."""
+        (answer,) = await self.read_all(stream)
+        return answer
+
+    async def read_all(self, stream: Stream) -> list[tuple[list[int], api.Finished]]:
+        """The same of all samples."""
+        ids: list[list[int]] = [[] for _ in stream.samples]
+        finished: dict[int, api.Finished] = {}
+        try:
+            async for event in stream.read():
+                if event.HasField("committed"):
+                    assert event.committed.token_ids or event.committed.text, "an empty message"
+                    assert event.committed.sample_index not in finished
+                    ids[event.committed.sample_index] += event.committed.token_ids
+                if event.HasField("finished"):
+                    finished[event.finished.sample_index] = event.finished
+        finally:
+            self.scheduler.leave(stream)
+        return [(ids[index], finished[index]) for index in range(len(ids))]
 
 
 def play(bench: Bench, scene: Callable[[], Awaitable[None]]) -> None:
@@ -186,7 +192,7 @@ def test_a_lost_worker_is_continued_in_mid_block_on_the_restarted_one() -> None:
         link.is_dead = True
         while len(bench.scheduler.queue) < 3:
             await asyncio.sleep(0)
-        assert [request.incomplete.step_count for request in requests] == [before] * 3 or before >= 5
+        assert [request.samples[0].incomplete.step_count for request in requests] == [before] * 3 or before >= 5
         link.loop, link.is_dead = make_loop(), False
         for request in requests:
             ids, finished = await bench.read(request)
@@ -253,7 +259,7 @@ def test_ids_stay_unique_while_live_and_may_come_again() -> None:
         again = await bench.submit("same", effort(2), 31)
         assert (await bench.read(again))[0] == expected(1, 31)
         one, two = await bench.submit("", effort(2)), await bench.submit("", effort(2))
-        assert one.spec.request_id != two.spec.request_id
+        assert one.request_id != two.request_id
         await asyncio.gather(bench.read(one), bench.read(two))
 
     play(bench, scene)
@@ -371,7 +377,7 @@ def test_messages_carry_all_newly_committed_ids() -> None:
             if event.HasField("finished"):
                 break
         bench.scheduler.leave(request)
-        assert told == request.committed_ids
+        assert told == request.samples[0].committed_ids
 
     play(bench, scene)
 
