@@ -87,7 +87,8 @@ class RoundLoop:
 
     def release(self, request: Request) -> None:
         """Free the request's row with the next round, which ends the running one at its next boundary."""
-        if self.running.pop(request.name, None) is not None:
+        if self.running.get(request.name) is request:  # not a later one of the same name
+            del self.running[request.name]
             self._releases.append((request.name, request.attempt))
             self.wake()
 
@@ -266,7 +267,7 @@ class RoundLoop:
         """Whether the request runs here and is wanted; one that ended elsewhere, with its stream, is released."""
         if request.is_finished:
             self.release(request)
-        return request.name in self.running
+        return self.running.get(request.name) is request
 
     def _settle(self, request: Request, row: RowReply, back: list[Request], stuck: list[Request]) -> None:
         """What the row's status asks for beyond its block. `back` gets a request that lost its place, `stuck` one that
