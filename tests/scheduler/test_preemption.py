@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -53,6 +54,57 @@ def test_answers_in_a_tiny_pool_are_those_in_a_big_one(in_flight: int, fdfo: boo
     assert bench.scheduler.counters.restarts == 0
     assert counts[0] == 0, "the first to start is never the last that started"
     assert_whole(loop, held=0)
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_any_load_in_a_tiny_pool_gets_the_answers_of_a_big_one(number: int) -> None:
+    """Random classes, samples, lengths, arrivals and aborts, one worker or two, any mode and rounds in flight."""
+    draw = random.Random(number)
+    requests = [
+        (
+            [draw.randint(20, 29)] * draw.randint(1, 90),
+            draw.randint(1, 130),
+            draw.randint(-1, 1),
+            draw.choice([1, 1, 3]),
+        )
+        for _ in range(draw.randint(3, 8))
+    ]
+    delays = [(draw.randint(0, 400), draw.randint(0, 2000)) for _ in requests]
+
+    def load(bench: Bench, calm: bool) -> list[list[list[int]]]:
+        async def one(index: int) -> list[list[int]]:
+            prompt, max_new_tokens, priority, num_samples = requests[index]
+            for _ in range(delays[index][0]):
+                await asyncio.sleep(0)
+            fields = {**SAMPLED, "priority": priority, "n": num_samples}
+            stream = await bench.submit(f"r{index}", prompt, max_new_tokens, **fields)
+            reader = asyncio.create_task(bench.read_all(stream))
+            for _ in range(0 if calm or index % 5 else delays[index][1]):
+                await asyncio.sleep(0)
+            if not calm and index % 5 == 0:
+                bench.scheduler.abort(stream.request_id)
+            return [ids for ids, _ in await reader]
+
+        answers: list[list[list[int]]] = []
+
+        async def scene() -> None:
+            answers.extend(await asyncio.gather(*map(one, range(len(requests)))))
+
+        play(bench, scene)
+        return answers
+
+    loops = [
+        make_loop(draw.randint(1, 5), draw.randint(7, 12), chunk=draw.choice([32, 256]), runner=ContextRunner())
+        for _ in range(draw.choice([1, 1, 2]))
+    ]
+    bench = Bench(*loops, rounds_in_flight=draw.randint(1, 4), dllm_fdfo=number % 5 != 4)
+    disturbed = load(bench, calm=False)
+    undisturbed = load(Bench(make_loop(num_slots=24, num_pages=200, runner=ContextRunner())), calm=True)
+    for index, (samples, whole) in enumerate(zip(disturbed, undisturbed, strict=True)):
+        assert samples == (whole if index % 5 else [ids[: len(part)] for ids, part in zip(whole, samples, strict=True)])
+    assert not bench.scheduler.live and not len(bench.scheduler.queue)
+    for loop in loops:
+        assert_whole(loop)
 
 
 def test_a_row_without_a_page_goes_on_in_place_when_another_gives_one_up() -> None:
