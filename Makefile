@@ -60,7 +60,7 @@ protos-baseline: $(STAMP) ## at a release: take today's protos as what must not 
 
 # On a machine with its own torch for CUDA and no .venv, that Python is used.
 bench: $(STAMP) ## measure everything against its baselines (up to 20 minutes)
-	@$(BIN)/python -m bench --json bench.json
+	@$(BIN)/python -m bench --json bench.json --markdown docs/figures.md
 
 bench-quick: $(STAMP) ## the same with five short runs each (under 3 minutes)
 	@$(BIN)/python -m bench --quick

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from bench.experiments import EXPERIMENTS, FULL, QUICK, Case
+from bench.experiments import EXPERIMENTS, FULL, NOT_QUICK, QUICK, Case
+from bench.markdown import number, page
 from bench.services import Services
 from common.logging import configure_logging
 
@@ -28,8 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="five short runs of each case, under three minutes")
     parser.add_argument(
-        "--only", type=_names, default=list(EXPERIMENTS), metavar="NAME,...", help=f"of {', '.join(EXPERIMENTS)}"
+        "--only",
+        type=_names,
+        metavar="NAME,...",
+        help=f"of {', '.join(EXPERIMENTS)} (all; with --quick all but {', '.join(NOT_QUICK)})",
     )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures with the runs behind them")
     arguments = parser.parse_args(argv)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -44,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         pass
     try:
         with Services(Path(log.name)) as services:
-            for name in arguments.only:
+            for name in arguments.only or [
+                name for name in EXPERIMENTS if not arguments.quick or name not in NOT_QUICK
+            ]:
                 experiment = EXPERIMENTS[name]
                 print(f"{name}: {experiment.__doc__}", flush=True)
                 results[name] = []
@@ -62,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         f"took {time.monotonic() - started_at:.0f} s; "
         + (f"MISSED: {'; '.join(missed)}" if missed else "all targets met")
     )
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(page(results, machine(), scale.runs))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(to_json(results, scale.runs), indent=1) + "\n")
     return 1 if missed else 0
@@ -73,7 +82,7 @@ def line(case: Case) -> str:
     for figure, value in case.medians.items():
         bounds = [target for target in case.targets if target.figure == figure]
         marks = "".join(f" [{target}]{'' if target.is_met(case.medians) else '!'}" for target in bounds)
-        parts.append(f"{figure} {_number(value)}{marks}")
+        parts.append(f"{figure} {number(value)}{marks}")
     return "  ".join(parts)
 
 
@@ -89,10 +98,6 @@ def machine() -> str:
     return (
         f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}"
     )
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
 
 
 def _show_progress(what: str) -> None:

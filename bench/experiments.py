@@ -8,17 +8,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from bench.ideal import fdfo_ms, sync_ms
 from bench.loads import Run, random_prompts, run_closed
 from bench.plain_loop import PlainResult, run_one_at_a_time, run_plain, run_without_kv
 from bench.rounds import measure_rounds, medians
-from bench.services import SIMULATED, TINY, Services
+from bench.services import FUSED_COMMIT, PLAIN_COMMIT, SIMULATED, TINY, Services
+from bench.upstream import UpstreamLoop
 from common.model_folder import read_model_folder
+from fdfo_client.bench.metrics import ttft_ms
+from fdfo_client.bench.virtual import replay_virtually
+from fdfo_client.bench.workload import poisson_items
+from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.text import TextCodec
 from worker_svc.__main__ import load_loop
 from worker_svc.denoise import DenoiseLoop
@@ -46,8 +52,8 @@ class Scale:
 
 
 OUTPUT_TOKENS = 3 * BLOCK
-QUICK = Scale(runs=5, requests={4: 16, 16: 48, 64: 128}, reloop_requests=1, tiny_requests=2, rounds=60)
-FULL = Scale(runs=7, requests={4: 60, 16: 192, 64: 512}, reloop_requests=4, tiny_requests=4, rounds=300)
+QUICK = Scale(runs=5, requests={4: 12, 16: 48, 64: 128}, reloop_requests=1, tiny_requests=1, rounds=50)
+FULL = Scale(runs=5, requests={4: 60, 16: 192, 64: 448}, reloop_requests=4, tiny_requests=4, rounds=300)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ def _figures(run: Run) -> Figures:
     return {
         "tokens/s": run.tokens_per_s,
         "device busy": server.device_busy_share or 0.0,
+        "forwards/block": server.forwards_per_block or 0.0,
         "rounds/block": server.rounds / server.blocks_done,
         "host ms/round": server.host_ms_per_round or 0.0,
         "rows/forward": server.denoise_rows_per_forward or 0.0,
@@ -188,6 +195,60 @@ def re_loop(services: Services, scale: Scale, progress: Progress) -> Iterator[Ca
                 },
                 *bounds,
             )
+
+
+def busy(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
+    """How much of the time the device computes, with one round in flight and with two, behind a longer network."""
+    for num_rows, least in ((16, 0.97), (64, 0.95)):
+        (worker,) = services.workers(SIMULATED, num_rows, 1, FUSED_COMMIT)
+        prompts = random_prompts(scale.requests[num_rows], PROMPT_TOKENS)
+        each = list(itertools.product((0.0, 0.5, 2.0), ("1", "2")))
+        flags = [([services.delayed(worker, delay_ms)], ["--rounds-in-flight", k]) for delay_ms, k in each]
+        with services.schedulers(SIMULATED, flags) as targets:
+            cases = interleaved(
+                scale,
+                progress,
+                {
+                    f"{num_rows} rows, k = {k}, {delay_ms:g} ms": partial(
+                        _closed_figures, target, prompts, OUTPUT_TOKENS, 2 * num_rows
+                    )
+                    for (delay_ms, k), target in zip(each, targets, strict=True)
+                },
+            )
+        for (_, k), case in zip(each, cases.values(), strict=True):
+            runs = {name: case.runs[name] for name in ("device busy", "tokens/s", "rows/forward")}
+            yield derived(case.name, runs, *([Target("device busy", least)] if k == "2" else []))
+
+
+def fused_commit(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
+    """A block's last forward that is also its next block's first, against one of its own."""
+    for num_rows in (4, 16, 64):
+        prompts = random_prompts(scale.requests[num_rows], PROMPT_TOKENS)
+        each: list[tuple[list[str], list[str]]] = [
+            (services.workers(SIMULATED, num_rows, 1, flags), []) for flags in (FUSED_COMMIT, PLAIN_COMMIT)
+        ]
+        with services.schedulers(SIMULATED, each) as targets:
+            fused, apart = interleaved(
+                scale,
+                progress,
+                {
+                    f"{name}, {num_rows} rows": partial(_closed_figures, target, prompts, OUTPUT_TOKENS, 2 * num_rows)
+                    for name, target in zip(("fused", "apart"), targets, strict=True)
+                },
+            ).values()
+        saved = [a - b for a, b in zip(apart.runs["forwards/block"], fused.runs["forwards/block"], strict=True)]
+        of_commits = [blocks / (blocks - 1) * value for blocks, value in ((OUTPUT_TOKENS // BLOCK, s) for s in saved)]
+        yield derived(
+            f"fused / apart, {num_rows} rows",
+            {
+                "forwards/block": fused.runs["forwards/block"],
+                "apart": apart.runs["forwards/block"],
+                "saved/committed block": of_commits,
+                "tokens/s": fused.runs["tokens/s"],
+                "ratio": ratios(fused, apart, "tokens/s"),
+            },
+            Target("saved/committed block", 0.9),
+        )
 
 
 def in_place(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
@@ -297,6 +358,45 @@ def workers(services: Services, scale: Scale, progress: Progress) -> Iterator[Ca
         yield derived(case.name, {**case.runs, "of linear": of_linear})
 
 
+# As measured there: 28 to 30 ms for a small forward, 86 ms for 72 rows.
+H20 = {"floor_ms": 28.0, "denoise_row_ms": 0.8, "prefill_token_ms": 0.025}
+
+
+def upstream(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
+    """Prompts beside denoising rows, against rounds that either prefill, a block of each prompt, or denoise. 128
+    prompts of 1024 tokens at 8 requests/s, 128 tokens each, 64 rows; virtual time, so that all runs are the same."""
+    shipped = read_model_folder(SIMULATED)
+    options = [
+        {"prompt_ids": prompt, "max_new_tokens": 4 * BLOCK, "ignore_eos": True} for prompt in random_prompts(128, 1024)
+    ]
+    items = list(poisson_items(options, 8.0, random.Random(8)))
+    for device, costs in (("H200", {}), ("H20", H20)):
+        simulation = {**shipped.config["simulation"], **costs}
+        folder = replace(shipped, config={**shipped.config, "simulation": simulation})
+        forwards: list[float] = []
+        ttft: list[float] = []
+        for name, make_loop, in_flight in (("ours", DenoiseLoop, 2), ("upstream's shape", UpstreamLoop, 1)):
+            progress(f"{device}, {name}, in virtual time")
+            measured = replay_virtually(
+                items,
+                folder,
+                SchedulerSettings(model_path=SIMULATED, rounds_in_flight=in_flight, max_forwards=in_flight % 2),
+                WorkerSettings(model_path=SIMULATED, fused_commit=False),
+                make_loop=make_loop,
+            )
+            assert measured.after is not None
+            forwards.append(measured.after.forwards - measured.before.forwards)
+            ttft.append(statistics.median(ttft_ms(measured.records)))
+            yield derived(f"{name}, {device}", {"forwards": forwards[-1:], "TTFT p50 ms": ttft[-1:]})
+        yield derived(
+            f"upstream's shape / ours, {device}",
+            {"forwards ratio": [forwards[1] / forwards[0]], "TTFT ratio": [ttft[1] / ttft[0]]},
+            # The H200 keeps up with both, so its forwards only tell how full they are.
+            *([Target("forwards ratio", 3.0)] if costs else []),
+            Target("TTFT ratio", 2.5),
+        )
+
+
 def _alone(run: Callable[..., PlainResult], loop: DenoiseLoop, prompts: Prompts) -> PlainResult:
     return run(loop.runner, loop.config, prompts, TINY_OUTPUT_TOKENS)
 
@@ -305,10 +405,14 @@ def _closed_figures(target: str, prompts: Sequence[Sequence[int]], output_tokens
     return _figures(run_closed(target, prompts, output_tokens, concurrency))
 
 
+NOT_QUICK = ("busy", "fused-commit")
 EXPERIMENTS: dict[str, Callable[[Services, Scale, Progress], Iterator[Case]]] = {
     "modes": modes,
     "re-loop": re_loop,
+    "busy": busy,
+    "fused-commit": fused_commit,
     "in-place": in_place,
+    "upstream": upstream,
     "plain": plain,
     "round-trip": round_trip,
     "workers": workers,

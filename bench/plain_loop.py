@@ -191,9 +191,9 @@ class _Loop:
         self.result.forwards += 1
         self.result.row_forwards += len(denoising)
         self.result.prefill_tokens += sum(chunk.num_blocks for chunk in chunks) * self.config.block_size
-        if not all(flags.done for _, flags in flagged):
+        if any(flags.bad_numerics or flags.over_bound for _, flags in flagged):
             raise RuntimeError("logits are not finite, or a block is over its bound of forwards")
-        return [denoising[place] for place, _ in flagged]
+        return [denoising[place] for place, flags in flagged if flags.done]
 
     def _next_chunks(self) -> list[Chunk]:
         """As in the worker: whole blocks of incomplete prefixes within the budget of one forward."""

@@ -101,8 +101,8 @@ class BenchRow:
             raise RuntimeError(f"{self.name} became {pb.RowStatus.Name(reply.status)}: {reply.error}")
         self.begins_block = reply.done is not None
         if reply.done is not None:
-            index, ids = reply.done
-            self.prefix += pack_ids(ids)
+            index = reply.done.block_index
+            self.prefix += pack_ids(reply.done.ids)
             self._set_block(index + 1)
             if index + 1 == PROMPT_BLOCKS + self.num_blocks:
                 self._set_request()

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SIMULATED = ROOT / "models" / "simulated-h200-llada2-mini"
 TINY = ROOT / "models" / "tiny-llada2"
 READY_S, STOP_S = 60.0, 20.0
+PLAIN_COMMIT = ("--no-fused-commit",)
+FUSED_COMMIT = ("--fused-commit",)
 
 
 class Services:
@@ -32,15 +34,16 @@ class Services:
         """`log` gets what the services say on stderr."""
         self._log = log.open("ab")
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._workers: dict[tuple[Path, int], list[str]] = {}
+        self._workers: dict[tuple[Path, int, tuple[str, ...]], list[str]] = {}
         self._stack = contextlib.ExitStack()
         self._stack.callback(self._log.close)
 
-    def workers(self, model: Path, num_rows: int, count: int = 1) -> list[str]:
-        """The targets of `count` workers with so many rows each."""
-        targets = self._workers.setdefault((model, num_rows), [])
+    def workers(self, model: Path, num_rows: int, count: int = 1, flags: tuple[str, ...] = PLAIN_COMMIT) -> list[str]:
+        """The targets of `count` workers with so many rows each. Their blocks take the drawn forwards, commit included,
+        unless other flags are given."""
+        targets = self._workers.setdefault((model, num_rows, flags), [])
         words = ("worker_svc", "--model-path", str(model), "--port", "0", "--exit-with-parent")
-        command = (*words, "--max-running-requests", str(num_rows))
+        command = (*words, "--max-running-requests", str(num_rows), *flags)
         started = self._start([command] * (count - len(targets)))
         targets += [_ready_target(process) for process in started]
         return targets[:count]

@@ -1,4 +1,4 @@
-"""Token ids and mask bits as the packed bytes of the protos (see worker.proto). Standard library only."""
+"""Token ids, mask bits and numbers as the packed bytes of the protos (see worker.proto). Standard library only."""
 
 from __future__ import annotations
 
@@ -13,6 +13,23 @@ def pack_ids(ids: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """Pack numbers as little-endian float32."""
+    packed = array("f", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_floats(data: bytes) -> list[float]:
+    """Inverse of `pack_floats`; raises ValueError if the length is not a multiple of 4."""
+    unpacked = array("f")
+    unpacked.frombytes(data)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked.tolist()
 
 
 def unpack_ids(data: bytes) -> list[int]:

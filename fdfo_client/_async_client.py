@@ -85,7 +85,9 @@ class AsyncClient:
                         parts.setdefault(event.sample_index, []).append(event)
                     case Finished():
                         assert started is not None, "_events refuses such a stream"
-                        samples[event.sample_index] = _completion(started, parts.get(event.sample_index, ()), event)
+                        samples[event.sample_index] = _completion(
+                            started, parts.get(event.sample_index, ()), event, options
+                        )
         return dataclasses.replace(samples[0], others=tuple(samples[index] for index in range(1, len(samples))))
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event, None]:
@@ -165,7 +167,7 @@ class AsyncClient:
             try:
                 with self._typed_errors(endpoint.target):
                     async for response in call:
-                        event = event_from_proto(response)
+                        event = event_from_proto(response, request)
                         if event is None:
                             continue
                         order.check(event)
@@ -252,7 +254,11 @@ class _Order:
             raise UnexpectedServer(f"{self._target} sent {type(event).__name__} out of order")
 
 
-def _completion(started: Started, parts: Sequence[Committed], finished: Finished) -> Completion:
+def _completion(
+    started: Started, parts: Sequence[Committed], finished: Finished, options: GenerateOptions
+) -> Completion:
+    logprobs = tuple(value for part in parts for value in part.logprobs or ())
+    steps = tuple(step for part in parts for step in part.first_unmask_steps or ())
     return Completion(
         text="".join(part.text for part in parts),
         token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
@@ -262,5 +268,7 @@ def _completion(started: Started, parts: Sequence[Committed], finished: Finished
         seed=started.seed,
         stop_token_id=finished.stop_token_id,
         stop_string=finished.stop_string,
+        logprobs=logprobs if options.get("logprobs") else None,
+        first_unmask_steps=steps if options.get("first_unmask_steps") else None,
         sample_index=finished.sample_index,
     )

@@ -40,6 +40,8 @@ class GenerateOptions(TypedDict, total=False):
     n: 1 to 16 samples of the answer, all from one seed; see `Completion.samples`. At temperature 0 they are equal.
     priority: a request of a higher one runs earlier, and in the place of lower ones when the server is full; -1000 to
         1000, 0 by default.
+    logprobs: give each token's log probability, by the model's own logits, in the step that last set it.
+    first_unmask_steps: give the step of its block, from 0, that first unmasked each token's position.
     request_id: unique among live requests. Default: the server draws one.
     parse_special_tokens: special tokens in a text prompt are read as such; else they are plain text.
     timeout: seconds until the answer must be complete. Default: none.
@@ -60,11 +62,24 @@ class GenerateOptions(TypedDict, total=False):
     algorithm_params: Mapping[str, float] | None
     n: int | None
     priority: int | None
+    logprobs: bool
+    first_unmask_steps: bool
     request_id: str | None
     parse_special_tokens: bool
     timeout: float | None
 
 
+_FIELDS = (
+    "max_new_tokens",
+    "n",
+    "priority",
+    "request_id",
+    "algorithm",
+    "ignore_eos",
+    "parse_special_tokens",
+    "logprobs",
+    "first_unmask_steps",
+)
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
@@ -78,7 +93,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> tuple[pb.Gene
     _set_prompt(request, prompt, options.get("prompt_ids"), options.get("messages"))
     for name in _SAMPLING_FIELDS:
         _set_scalar(request.sampling, name, options.get(name))
-    for name in ("max_new_tokens", "n", "priority", "request_id", "algorithm", "ignore_eos", "parse_special_tokens"):
+    for name in _FIELDS:
         _set_scalar(request, name, options.get(name))
     stop = options.get("stop")
     _extend(request.stop, "stop", [stop] if isinstance(stop, str) else stop or ())

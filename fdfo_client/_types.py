@@ -42,12 +42,15 @@ class Started:
 class Committed:
     """Final text and ids of newly done blocks. They differ in length, never in content, over the whole stream.
 
-    `forwards` counts the forwards this sample has had so far.
+    `forwards` counts the forwards this sample has had so far. `logprobs` and `first_unmask_steps` have an entry for
+    each of `token_ids`; None when not asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     forwards: int
+    logprobs: tuple[float, ...] | None = None
+    first_unmask_steps: tuple[int, ...] | None = None
     sample_index: int = 0
 
 
@@ -69,6 +72,7 @@ Event: TypeAlias = Started | Committed | Finished
 class Completion:
     """A whole answer. `seed` repeats it: send it with the same prompt and parameters.
 
+    `logprobs` and `first_unmask_steps` have an entry for each of `token_ids`; None when not asked for.
     Of a request for several samples it is the first; `others` are those after it.
     """
 
@@ -80,6 +84,8 @@ class Completion:
     seed: int
     stop_token_id: int | None = None
     stop_string: str | None = None
+    logprobs: tuple[float, ...] | None = None
+    first_unmask_steps: tuple[int, ...] | None = None
     sample_index: int = 0
     others: tuple[Completion, ...] = ()
 
@@ -151,19 +157,31 @@ class ServerInfo:
     counters: ServerCounters
 
 
-def event_from_proto(response: pb.GenerateResponse) -> Event | None:
-    """The typed event; None for a kind this version does not know (it was not asked for, so it may be skipped)."""
+def event_from_proto(response: pb.GenerateResponse, request: pb.GenerateRequest) -> Event | None:
+    """The typed event of an answer to `request`; None for a kind this version does not know (it was not asked for, so
+    it may be skipped)."""
     match response.WhichOneof("event"):
         case "started":
             started = response.started
             return Started(started.request_id, started.seed, started.queue_position, started.prompt_tokens)
         case "committed":
-            committed = response.committed
-            return Committed(committed.text, tuple(committed.token_ids), committed.forwards, committed.sample_index)
+            return _committed_from_proto(response.committed, request)
         case "finished":
             return _finished_from_proto(response.finished)
         case _:
             return None
+
+
+def _committed_from_proto(committed: pb.Committed, request: pb.GenerateRequest) -> Committed:
+    logprobs = tuple(committed.logprobs) if request.logprobs else None
+    first_unmask_steps = tuple(committed.first_unmask_steps) if request.first_unmask_steps else None
+    for name, values in (("logprobs", logprobs), ("first_unmask_steps", first_unmask_steps)):
+        if values is not None and len(values) != len(committed.token_ids):
+            raise UnexpectedServer(f"the scheduler gave {len(values)} {name} for {len(committed.token_ids)} tokens")
+    token_ids = tuple(committed.token_ids)
+    return Committed(
+        committed.text, token_ids, committed.forwards, logprobs, first_unmask_steps, sample_index=committed.sample_index
+    )
 
 
 def _finished_from_proto(finished: pb.Finished) -> Finished:

@@ -153,6 +153,8 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, metavar="SECONDS", help="give up after so long (never)")
     add("--no-stream", dest="stream", action="store_false", help="print the text when it is complete")
     add("--json", action="store_true", help="print one line of JSON a sample, with text, token ids and usage")
+    add("--logprobs", action="store_true", help="with --json: each token's log probability")
+    add("--first-unmask-steps", action="store_true", help="with --json: the step that first unmasked each token")
 
 
 def _add_info_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +220,9 @@ def generate(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if arguments.raw and arguments.system is not None:
         raise InvalidRequest("--system: a raw prompt has no messages; leave one of --raw and --system out", "system")
+    for flag in ("logprobs", "first_unmask_steps"):
+        if getattr(arguments, flag) and not arguments.json:
+            raise InvalidRequest(f"--{flag.replace('_', '-')}: only --json prints it; add --json", flag)
     messages: list[Message] = []
     if arguments.system is not None:
         messages.append({"role": "system", "content": arguments.system})
@@ -237,6 +242,8 @@ def generate(arguments: argparse.Namespace) -> int:
         "algorithm_params": dict(arguments.param or ()),
         "n": arguments.n,
         "priority": arguments.priority,
+        "logprobs": arguments.logprobs,
+        "first_unmask_steps": arguments.first_unmask_steps,
         "request_id": arguments.request_id,
         "parse_special_tokens": arguments.parse_special_tokens,
         "timeout": arguments.timeout,

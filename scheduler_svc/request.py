@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from common.packing import pack_bits, pack_ids
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
-from scheduler_svc.commit import Finish, OutputCommitter
-from scheduler_svc.replies import Snapshot, read_snapshot
+from scheduler_svc.commit import Finish, OutputCommitter, Published
+from scheduler_svc.replies import DoneBlock, Snapshot, read_snapshot
 from scheduler_svc.stream import Stream
 from scheduler_svc.validation import GenerateSpec
 
@@ -35,6 +35,8 @@ class Request:
     attempt: int = 0
     num_preemptions: int = 0
     committed_ids: list[int] = field(default_factory=list)  # all generated tokens of done blocks
+    first_unmask_steps: list[int] = field(default_factory=list)  # of committed_ids, on request
+    logprobs: list[float] = field(default_factory=list)  # likewise
     block_index: int = field(init=False)
     forwards: int = 0
     rounds: int = 0
@@ -116,6 +118,10 @@ class Request:
             ),
             stop_token_ids=self.worker_stop_ids,
             tokens_left=self.spec.max_new_tokens - len(self.committed_ids),
+            want_first_unmask_steps=self.spec.first_unmask_steps,
+            want_logprobs=self.spec.logprobs,
+            first_unmask_steps=block.first_unmask_steps,
+            logprobs=block.logprobs,
         )
 
     def keep_snapshot(self, rows: pb.RowReplies, place: int) -> None:
@@ -123,30 +129,38 @@ class Request:
         if rows.block_indexes[place] == self.block_index:
             self._unread = (rows, place)
 
-    def commit_block(self, block_index: int, ids: list[int]) -> bool:
+    def commit_block(self, block: DoneBlock) -> bool:
         """A done block: publish what it brings and begin the next. False: an older block, dropped."""
-        if block_index != self.block_index:
+        if block.block_index != self.block_index:
             return False
-        num_prompt = max(0, len(self.spec.prompt_ids) - block_index * self.block_size)
-        new_ids = ids[num_prompt:]
+        num_prompt = max(0, len(self.spec.prompt_ids) - block.block_index * self.block_size)
+        new_ids = block.ids[num_prompt:]
         self.committed_ids += new_ids
+        self.first_unmask_steps += block.first_unmask_steps[num_prompt:]
+        self.logprobs += block.logprobs[num_prompt:]
         self.block_index += 1
         self._set_fresh_block([])
         published = self.committer.push(new_ids)
-        self.published_tokens += len(published.token_ids)
         if published.text or published.token_ids:
-            committed = api.Committed(
-                text=published.text,
-                token_ids=published.token_ids,
-                forwards=self.forwards,
-                committed_ids=self.committed_ids[self.num_told_ids :],
-                sample_index=self.sample_index,
-            )
-            self.num_told_ids = len(self.committed_ids)
-            self.stream.put(api.GenerateResponse(committed=committed))
+            self.stream.put(api.GenerateResponse(committed=self._committed(published)))
         if self.committer.finish is not None:
             self.finish(_finished(self.committer.finish))
         return True
+
+    def _committed(self, published: Published) -> api.Committed:
+        """The message of a publication, counted as told. Published ids are the next ones of `committed_ids`."""
+        first, self.published_tokens = self.published_tokens, self.published_tokens + len(published.token_ids)
+        records = slice(first, self.published_tokens)
+        told_ids, self.num_told_ids = self.num_told_ids, len(self.committed_ids)
+        return api.Committed(
+            text=published.text,
+            token_ids=published.token_ids,
+            forwards=self.forwards,
+            committed_ids=self.committed_ids[told_ids:],
+            logprobs=self.logprobs[records] if self.spec.logprobs else (),
+            first_unmask_steps=self.first_unmask_steps[records] if self.spec.first_unmask_steps else (),
+            sample_index=self.sample_index,
+        )
 
     def finish(self, finished: api.Finished) -> None:
         """The sample's one terminal event; a second one is ignored."""

@@ -252,8 +252,8 @@ class RoundLoop:
             request.forwards += row.forwards
             request.cached_tokens = request.cached_tokens or row.cached_tokens
             if row.done is not None:
-                self.counters.blocks_done += request.commit_block(*row.done)
-            elif row.snapshot is not None:
+                self.counters.blocks_done += request.commit_block(row.done)
+            if row.snapshot is not None:
                 request.keep_snapshot(reply.rows, row.snapshot)
             self._settle(request, row, back, stuck)
         self.queue.push_front(back)

@@ -29,8 +29,6 @@ ROLES = ("system", "user", "assistant", "tool")
 # Field to (the value that asks for nothing, why it is refused). None: every value asks for something.
 UNSUPPORTED: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
-        "logprobs": (False, "log probabilities are not served yet"),
-        "first_unmask_steps": (False, "unmask steps are not served yet"),
         "provisional_every_forwards": (None, "snapshots of incomplete blocks are not served yet"),
         "resume": (None, "resuming is not served yet"),
         "json_schema": ("", "constrained output is not served: a block is filled in any order"),
@@ -106,6 +104,8 @@ class GenerateSpec:
     algorithm_params: dict[str, float]
     num_samples: int = 1
     priority: int = 0
+    logprobs: bool = False
+    first_unmask_steps: bool = False
 
 
 def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> GenerateSpec:
@@ -135,6 +135,8 @@ def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> Gene
         algorithm_params=algorithm_params,
         num_samples=num_samples,
         priority=priority,
+        logprobs=request.logprobs,
+        first_unmask_steps=request.first_unmask_steps,
     )
 
 

@@ -63,7 +63,9 @@ def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
         num_slots=settings.max_running_requests,
         num_pages=total_tokens // page_size,
         chunked_prefill_size=settings.chunked_prefill_size,
+        fused_commit=settings.fused_commit,
         lease_s=settings.lease_s,
+        early_end=settings.early_end,
     )
 
 

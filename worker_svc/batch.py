@@ -4,7 +4,8 @@
     logits wanted of     |   x   |   x   |   x   |                         |                         |
 
 A unit is one block of one slot. A chunk is several consecutive blocks of a prefix. A row whose prefix is complete
-with this forward denoises in it too: the keys and values of all units are there before any is read.
+with this forward denoises in it too: the keys and values of all units are there before any is read. A fused commit is a
+unit as well: the complete block whose KV becomes final in the forward that has the next block's first step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from worker_svc.algorithms import ALGORITHMS
 from worker_svc.algorithms.base import DllmAlgorithm, SamplingColumns, StepBatch
 from worker_svc.model_runner import ForwardInput, Segment
+from worker_svc.records import Recorder
 from worker_svc.rows import Row, SlotColumns
 
 
@@ -40,6 +42,7 @@ class Group:
     editable: Tensor  # bool [R', B]
     sampling: SamplingColumns
     params: dict[str, Tensor]  # float32 [R']
+    recorder: Recorder
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,14 @@ class Batch:
     starts: int  # `SlotColumns.starts` when it was built
 
 
-@dataclass(frozen=True)
-class RowFlags:
+class RowFlags(NamedTuple):
     """What the host must know of a row after a step."""
 
     done: bool
     ends: bool  # with this block, by stop token or limit
     bad_numerics: bool
     over_bound: bool
+    filled: bool  # complete, and not done: the next forward is its commit
 
 
 def build_batch(rows: list[Row], active: list[bool], columns: SlotColumns, last: Batch | None = None) -> Batch:
@@ -103,16 +106,20 @@ def _groups(rows: list[Row], slots: Tensor, columns: SlotColumns) -> list[Group]
                 editable=columns.editable(own),
                 sampling=columns.sampling(own, any(rows[place].samples for place in members)),
                 params={key: column[own] for key, column in columns.params[name].items()},
+                recorder=Recorder.of([rows[place] for place in members], columns.device),
             )
         )
     return groups
 
 
-def forward_input(batch: Batch, chunks: Sequence[Chunk], columns: SlotColumns) -> ForwardInput:
-    """The next forward over the batch as its blocks now stand, with the chunks beside it."""
+def forward_input(
+    batch: Batch, chunks: Sequence[Chunk], columns: SlotColumns, commits: Sequence[Row] = ()
+) -> ForwardInput:
+    """The next forward over the batch as its blocks now stand, with chunks beside it and, for the rows in `commits`,
+    the blocks before."""
     rows = batch.inputs
     rows.ids = columns.ids[batch.slots]
-    if not chunks:
+    if not chunks and not commits:
         return rows
     slots: list[int] = []
     blocks: list[int] = []
@@ -124,11 +131,18 @@ def forward_input(batch: Batch, chunks: Sequence[Chunk], columns: SlotColumns) -
         blocks += range(first_block, first_block + num_blocks)
         prefixes.append(row.prefix[first_block : first_block + num_blocks])
     device = columns.device
+    ids = [rows.ids, *(prefix.to(device) for prefix in prefixes)]
+    if commits:
+        ids.append(columns.committed_ids[torch.tensor([row.slot for row in commits], device=device)])
+    for row in commits:
+        segments.append(Segment(len(batch.rows) + len(slots), 1, row.block_index - 1))
+        slots.append(row.slot)
+        blocks.append(row.block_index - 1)
     return ForwardInput(
-        ids=torch.cat([rows.ids, torch.cat(prefixes).to(device)]),
+        ids=torch.cat(ids),
         slots=torch.cat([rows.slots, torch.tensor(slots, device=device)]),
         block_index=torch.cat([rows.block_index, torch.tensor(blocks, device=device)]),
-        # A row's chunk comes before its own block for whoever computes one after the other.
+        # What lies before a row's own block comes before it for whoever computes one after the other.
         segments=(*segments, *rows.segments),
         logits_units=rows.logits_units,
     )
@@ -137,8 +151,8 @@ def forward_input(batch: Batch, chunks: Sequence[Chunk], columns: SlotColumns) -
 def step(batch: Batch, logits: Tensor, columns: SlotColumns, mask_token_id: int) -> list[tuple[int, RowFlags]]:
     """`step` once per algorithm on logits [R, B, V]; the rows (by place) with a flag set, in one copy to the host.
 
-    A block that ends its request needs no KV: an algorithm that never edits is done with it as soon as its last mask
-    is filled. Rows that are not active or whose logits are not finite keep their block as it is.
+    A block that ends its request needs no KV: an algorithm that never edits is done with it as soon as the request's
+    output is decided. Rows that are not active or whose logits are not finite keep their block as it is.
     """
     finite = logits.isfinite().flatten(1).all(dim=1)
     keep = batch.active & finite
@@ -157,10 +171,12 @@ def step(batch: Batch, logits: Tensor, columns: SlotColumns, mask_token_id: int)
         )
         state = {key: column[slots] for key, column in columns.states[name].items()}
         own_logits = logits if len(batch.groups) == 1 else logits[group.places]
+        raw = group.recorder.raw_logits(own_logits)
         group_done = group.algorithm.step(block, own_logits, state)
-        group_ends = ~block.masked.any(dim=1) & columns.ends_request(slots, block.ids, group.editable)
+        group_ends = columns.ends_request(slots, block.ids, block.masked, group.editable, group.algorithm.edits)
         done[group.places] = group_done if group.algorithm.edits else group_done | group_ends
         ends[group.places] = group_ends
+        group.recorder.record(columns, slots, block, raw, kept)
         columns.ids[slots] = torch.where(kept[:, None], block.ids, columns.ids[slots])
         columns.masked[slots] = torch.where(kept[:, None], block.masked, columns.masked[slots])
         for key, column in columns.states[name].items():
@@ -168,9 +184,7 @@ def step(batch: Batch, logits: Tensor, columns: SlotColumns, mask_token_id: int)
             column[slots] = torch.where(kept_like, state[key], column[slots])
     columns.step_index[batch.slots] += keep.to(torch.int64)
     over_bound = keep & ~done & (columns.step_index[batch.slots] >= columns.max_steps[batch.slots])
-    table = torch.stack([done & keep, ends & keep, batch.active & ~finite, over_bound], dim=1).tolist()
-    return [
-        (place, RowFlags(is_done, is_end, is_bad, is_over))
-        for place, (is_done, is_end, is_bad, is_over) in enumerate(table)
-        if is_done or is_bad or is_over
-    ]
+    filled = keep & ~done & ~columns.masked[batch.slots].any(dim=1)
+    table = torch.stack([done & keep, ends & keep, batch.active & ~finite, over_bound, filled], dim=1).tolist()
+    rows = enumerate(map(RowFlags._make, table))
+    return [(place, row) for place, row in rows if row.done or row.bad_numerics or row.over_bound or row.filled]

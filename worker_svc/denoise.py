@@ -17,14 +17,16 @@ import torch
 
 from common.errors import Refused, ServiceError
 from fdfo.worker.v1 import worker_pb2 as pb
+from worker_svc.algorithms import ALGORITHMS
 from worker_svc.batch import Batch, Chunk, RowFlags, build_batch, forward_input, step
 from worker_svc.kv.pages import PagePool, PageUsage
 from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
 from worker_svc.model_runner import ModelRunner
+from worker_svc.records import keep_committed
 from worker_svc.replies import RowCopies, copy_rows
 from worker_svc.rounds import Deliver, Round, RoundRequest, RoundRow, Session
-from worker_svc.rows import Phase, Row, RowName, SlotColumns
+from worker_svc.rows import Phase, Row, RowName, SlotColumns, Start
 from worker_svc.starts import BadStart, StartRules, decode_start
 
 REFUSAL_MEMORY_S = 1.0  # after a start found no space, schedulers share evenly for so long
@@ -43,7 +45,9 @@ class LoopConfig:
     num_slots: int
     num_pages: int
     chunked_prefill_size: int  # tokens
+    fused_commit: bool = False  # FDFO: a block's last forward is the next block's first, where nothing is edited
     lease_s: float = 30.0
+    early_end: bool = True  # a block may end its request with masks behind the first stop token
 
     @property
     def max_blocks(self) -> int:
@@ -87,11 +91,12 @@ class DenoiseLoop:
         )
         self.pool = PagePool(config.num_pages)
         self.slots = SlotTable(self.kv, self.pool)
-        self.columns = SlotColumns(config.num_slots, config.block_size, runner.device)
+        self.columns = SlotColumns(config.num_slots, config.block_size, runner.device, config.early_end)
         self._start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
         self.clock = clock
         self._batch: Batch | None = None
         self._batch_is_stale = True
+        self._filled: list[Row] = []  # complete blocks whose commit has not been planned
         self._tally: list[tuple[Round, int, int]] = []  # denoising and waiting rows of the batch by round
         self._past_generations: dict[str, int] = {}
         self._last_refusal_at = float("-inf")
@@ -184,17 +189,17 @@ class DenoiseLoop:
             return False
         if not self.runner.is_asynchronous:
             self._send_replies()
-        chunks = self._plan_prefill()
+        chunks, commits = self._plan_prefill(), self._plan_commits()
         batch = self._batch = self._build_batch() if self._batch is None or self._batch_is_stale else self._batch
         self._batch_is_stale = False
-        inputs = forward_input(batch, chunks, self.columns)
+        inputs = forward_input(batch, chunks, self.columns, commits)
         launched_at = self.clock()
         logits = self.runner.forward(inputs, self.kv)
         self._send_replies()
         flagged = step(batch, logits, self.columns, self.config.mask_token_id) if batch.rows else []
         device_ms = self.runner.finish()
         self._forward_ended_at = self.clock()
-        self._account(chunks, launched_at, device_ms)
+        self._account(chunks, commits, launched_at, device_ms)
         for place, flags in flagged:
             self._settle(batch.rows[place], flags)
         return True
@@ -245,7 +250,7 @@ class DenoiseLoop:
             if entry.row is not None:
                 entry.row.entry = entry
         errors = (pb.ROW_STATUS_NO_KV_SPACE, pb.ROW_STATUS_SLOT_MISSING, pb.ROW_STATUS_BAD_STATE)
-        round_.eventful = any(entry.status in errors for entry in round_.rows)
+        round_.eventful = any(entry.status in errors or entry.ends for entry in round_.rows)
         round_.work.allocator_calls += self.pool.num_calls - calls_before
         self._batch_is_stale = True
 
@@ -267,6 +272,7 @@ class DenoiseLoop:
         session.ended.pop(start.name.key, None)
         self.columns.write(slot, start)
         row = session.rows[start.name.key] = Row.resident(start, session, slot)
+        self._note_if_complete(row, start)
         return RoundRow(row)
 
     def _continue(self, session: Session, name: RowName, rolling: dict[str, list[int]]) -> RoundRow:
@@ -277,6 +283,9 @@ class DenoiseLoop:
         row = session.rows.get(name.key)
         if row is None or row.name.attempt != name.attempt:
             return RoundRow(None, pb.ROW_STATUS_SLOT_MISSING, "this worker does not hold the row")
+        if row.is_withheld:
+            row.is_withheld = False
+            return RoundRow(row, ends=True, forwards=0)
         if row.phase is Phase.DONE:
             if not self.slots.grow(row.slot, (row.block_index + 2) * self.config.block_size):
                 self._last_refusal_at = self.clock()
@@ -304,6 +313,43 @@ class DenoiseLoop:
                     self._batch_is_stale = True
         return chunks
 
+    def _plan_commits(self) -> list[Row]:
+        """Rows that begin their next block in the next forward, which also makes the KV of their complete one final."""
+        commits: list[Row] = []
+        size, waiting = self.config.block_size, self._filled if self.config.fused_commit else []
+        self._filled = []
+        for row in waiting:
+            session, entry = row.session, row.entry
+            if session.rows.get(row.name.key) is not row or row.phase is Phase.DONE:
+                continue
+            if entry is None or row.phase is Phase.PREFILL:  # parked, or its prefix is not complete
+                self._filled.append(row)
+                continue
+            round_ = session.active
+            assert round_ is not None
+            calls_before = self.pool.num_calls
+            may_fuse = round_.request.mode == pb.MODE_FDFO and not ALGORITHMS[row.algorithm].edits
+            if may_fuse and self.slots.grow(row.slot, (row.block_index + 2) * size):
+                row.block_index += 1
+                commits.append(row)
+            round_.work.allocator_calls += self.pool.num_calls - calls_before
+        keep_committed(commits, self.columns)
+        for algorithm in {row.algorithm for row in commits}:
+            slots = torch.tensor(
+                [row.slot for row in commits if row.algorithm == algorithm], device=self.columns.device
+            )
+            self.columns.begin_committing(algorithm, slots, self.config.mask_token_id)
+        self._batch_is_stale |= bool(commits)
+        return commits
+
+    def _note_if_complete(self, row: Row, start: Start) -> None:
+        """A block that starts without a masked position has its commit next, unless it ends its request."""
+        if not start.block_mask.any():
+            slots = torch.tensor([row.slot], device=self.columns.device)
+            ids, masked = self.columns.ids[slots], self.columns.masked[slots]
+            if not self.columns.ends_request(slots, ids, masked, self.columns.editable(slots), edits=False):
+                self._filled.append(row)
+
     def _active_rounds(self) -> Iterable[Round]:
         return [session.active for session in self.sessions.values() if session.active is not None]
 
@@ -324,7 +370,7 @@ class DenoiseLoop:
             self._tally.append((round_, num_active, len(rows) - first - num_active))
         return build_batch(rows, active, self.columns, self._batch)
 
-    def _account(self, chunks: list[Chunk], launched_at: float, device_ms: float) -> None:
+    def _account(self, chunks: list[Chunk], commits: list[Row], launched_at: float, device_ms: float) -> None:
         """Count the forward that just ended, before its rows are settled."""
         self.totals.forwards += 1
         self.totals.device_ms += device_ms
@@ -337,21 +383,30 @@ class DenoiseLoop:
             for work in (self.totals, round_.work):
                 work.denoise_row_forwards += num_active
                 work.waiting_row_forwards += num_waiting
+        for row in commits:
+            assert row.entry is not None and row.session.active is not None
+            row.entry.committed_block = row.block_index - 1
+            row.session.active.eventful = True
+            self.totals.blocks_done += 1
         for chunk in chunks:
             assert chunk.row.session.active is not None
             for work in (self.totals, chunk.row.session.active.work):
                 work.prefill_tokens += chunk.num_blocks * self.config.block_size
 
     def _settle(self, row: Row, flags: RowFlags) -> None:
-        """The row left the denoising: done, or in error. Its round has something to say."""
+        """The row's block is complete; or the row left the denoising, done or in error, and its round has to say so."""
         round_, entry = row.session.active, row.entry
         assert round_ is not None and entry is not None
+        if flags.filled and not flags.over_bound:
+            self._filled.append(row)
+            return
         round_.eventful = True
         self._batch_is_stale = True
         entry.forwards = round_.work.forwards - entry.joined_after
         if flags.done:
             row.phase = Phase.DONE
-            entry.ends = flags.ends
+            row.is_withheld = entry.committed_block is not None  # a row has one done block in a reply
+            entry.ends = flags.ends and not row.is_withheld
             self.totals.blocks_done += 1
         elif flags.bad_numerics:
             entry.error = "logits are not finite"

@@ -14,91 +14,110 @@ from torch import Tensor
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.algorithms import ALGORITHMS
+from worker_svc.records import RecordCopies, copy_records, pack_records
 from worker_svc.rounds import Round, RoundRow
 from worker_svc.rows import Phase, Row, SlotColumns
 
 
 @dataclass(frozen=True)
 class RowCopies:
-    """The rows of a round as they were at its end; lists have an entry a row, also for one without a place here."""
+    """The rows of a round as they were at its end. A row has a done block, an open one (not done), both or none."""
 
     entries: list[RoundRow]
-    phases: list[Phase | None]
-    block_indexes: list[int]
-    prefilled_tokens: list[int]
+    prefilled_tokens: list[int]  # for each entry, as the next three
     forwards: list[int]
-    algorithms: list[str]  # of the resident rows only, as the tensors
-    table: Tensor  # int64 [resident rows, 2B + 1]: ids, mask bits, step count
-    states: dict[str, dict[str, Tensor]]  # by algorithm, each [resident rows, ...]
+    is_done: list[bool]
+    is_open: list[bool]
+    done_blocks: list[int]  # index of each done block
+    done_ids: Tensor  # int64 [done blocks, B]
+    open_rows: list[tuple[str, int]]  # algorithm and block index of each open block
+    table: Tensor  # int64 [open blocks, 2B + 1]: ids, mask bits, step count
+    states: dict[str, dict[str, Tensor]]  # by algorithm, each [open blocks, ...]; only of algorithms with a state
+    records: RecordCopies
 
     def build(self) -> pb.RowReplies:
         """The columns of the reply."""
-        size = self.table.shape[1] // 2
+        size = self.done_ids.shape[1]
         host = self.table.cpu().numpy()
-        all_ids = host[:, :size].astype("<i4")
-        all_masks = np.packbits(host[:, size : 2 * size].astype(bool), axis=1, bitorder="little")
-        resident = [(phase, index) for phase, index in zip(self.phases, self.block_indexes, strict=True) if phase]
-        done = [place for place, (phase, _) in enumerate(resident) if phase is Phase.DONE]
-        open_ = [place for place, (phase, _) in enumerate(resident) if phase is Phase.DENOISE]
+        masks = np.packbits(host[:, size : 2 * size].astype(bool), axis=1, bitorder="little")
         return pb.RowReplies(
             statuses=[entry.status for entry in self.entries],
-            accept_lengths=[size * (phase is Phase.DONE) for phase in self.phases],
-            done_block_indexes=[resident[place][1] for place in done],
-            done_ids=all_ids[done].tobytes(),
-            has_block=[phase is Phase.DENOISE for phase in self.phases],
-            block_indexes=[resident[place][1] for place in open_],
-            block_ids=all_ids[open_].tobytes(),
-            block_masks=all_masks[open_].tobytes(),
-            step_counts=host[open_, -1].tolist(),
-            algo_states=[self._state(place) for place in open_] if any(self.states.values()) else [b""] * len(open_),
+            accept_lengths=[size * is_done for is_done in self.is_done],
+            done_block_indexes=self.done_blocks,
+            done_ids=self.done_ids.cpu().numpy().astype("<i4").tobytes(),
+            has_block=self.is_open,
+            block_indexes=[block_index for _, block_index in self.open_rows],
+            block_ids=host[:, :size].astype("<i4").tobytes(),
+            block_masks=masks.tobytes(),
+            step_counts=host[:, -1].tolist(),
+            algo_states=[self._state(place, name) for place, (name, _) in enumerate(self.open_rows)],
             forwards=self.forwards,
             prefilled_tokens=self.prefilled_tokens,
             cached_tokens=[0] * len(self.entries),
             end_reasons=[entry.end_reason for entry in self.entries],
             end_positions=[entry.end_position for entry in self.entries],
+            done_first_unmask_steps=pack_records(self.records.done_first_unmask_steps, "<i4"),
+            done_logprobs=pack_records(self.records.done_logprobs, "<f4"),
+            block_first_unmask_steps=pack_records(self.records.open_first_unmask_steps, "<i4"),
+            block_logprobs=pack_records(self.records.open_logprobs, "<f4"),
             errors={number: entry.error for number, entry in enumerate(self.entries) if entry.error},
         )
 
-    def _state(self, place: int) -> bytes:
+    def _state(self, place: int, name: str) -> bytes:
         """The state of a row's algorithm as it travels."""
-        name = self.algorithms[place]
+        if name not in self.states:
+            return b""
         state = {key: column[place, None] for key, column in self.states[name].items()}
-        return ALGORITHMS[name].encode_state(state) if state else b""
+        return ALGORITHMS[name].encode_state(state)
 
 
 def copy_rows(round_: Round, columns: SlotColumns) -> RowCopies:
     """The rows as they are now. Sets the status of those that prefill, and the end of those whose request ends."""
-    size = columns.block_size
-    rows = [entry.row for entry in round_.rows]
+    size, device = columns.block_size, columns.device
+    is_done, is_open, prefilled_tokens, done_blocks, was_committed = [], [], [], [], []
+    done_rows: list[Row] = []
+    open_rows: list[Row] = []
     for entry in round_.rows:
-        if entry.row is None:
+        row = entry.row
+        has_commit = row is not None and entry.committed_block is not None
+        is_done.append(row is not None and (has_commit or row.phase is Phase.DONE))
+        is_open.append(row is not None and (has_commit or row.phase is Phase.DENOISE))
+        prefilled_tokens.append(row.prefilled_blocks * size if row is not None else 0)
+        if row is None:
             continue
-        if entry.row.phase is Phase.PREFILL:
+        if row.phase is Phase.PREFILL:
             entry.status = pb.ROW_STATUS_PREFILLING
         elif entry.ends:
-            _end(entry, entry.row, columns.ids[entry.row.slot].tolist())
-    resident = [row for row in rows if row is not None]
-    slots = torch.tensor([row.slot for row in resident], dtype=torch.int64).to(columns.device)
-    algorithms = [row.algorithm for row in resident]
+            _end(entry, row, columns.ids[row.slot].tolist())
+        if is_done[-1]:
+            done_blocks.append(row.block_index if entry.committed_block is None else entry.committed_block)
+            done_rows.append(row)
+            was_committed.append(has_commit)
+        if is_open[-1]:
+            open_rows.append(row)
+    done = torch.tensor([row.slot for row in done_rows], dtype=torch.int64, device=device)
+    done_ids = columns.ids.index_select(0, done)
+    if any(was_committed):
+        committed_ids = columns.committed_ids.index_select(0, done)
+        done_ids = torch.where(torch.tensor(was_committed, device=device)[:, None], committed_ids, done_ids)
+    slots = torch.tensor([row.slot for row in open_rows], dtype=torch.int64, device=device)
+    block = (columns.ids, columns.masked, columns.step_index[:, None])
     return RowCopies(
         entries=round_.rows,
-        phases=[row.phase if row is not None else None for row in rows],
-        block_indexes=[row.block_index if row is not None else 0 for row in rows],
-        prefilled_tokens=[row.prefilled_blocks * size if row is not None else 0 for row in rows],
+        prefilled_tokens=prefilled_tokens,
         forwards=[_forwards(entry, round_) for entry in round_.rows],
-        algorithms=algorithms,
-        table=torch.cat(
-            [
-                columns.ids.index_select(0, slots),
-                columns.masked.index_select(0, slots),
-                columns.step_index.index_select(0, slots)[:, None],
-            ],
-            dim=1,
-        ),
+        is_done=is_done,
+        is_open=is_open,
+        done_blocks=done_blocks,
+        done_ids=done_ids,
+        open_rows=[(row.algorithm, row.block_index) for row in open_rows],
+        table=torch.cat([column.index_select(0, slots) for column in block], dim=1),
         states={
             name: {key: column.index_select(0, slots) for key, column in columns.states[name].items()}
-            for name in set(algorithms)
+            for name in {row.algorithm for row in open_rows}
+            if columns.states[name]
         },
+        records=copy_records(done_rows, was_committed, open_rows, columns),
     )
 
 

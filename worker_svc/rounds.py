@@ -46,6 +46,7 @@ class RoundRow:
     joined_after: int = 0  # forwards of the round before the row's first denoise forward
     forwards: int | None = None  # its denoise forwards in this round, once its block is done
     ends: bool = False  # the done block ends the request
+    committed_block: int | None = None  # done by a fused commit; the row's own block is the next one
     end_reason: pb.EndReason = pb.END_REASON_UNSPECIFIED
     end_position: int = 0
 

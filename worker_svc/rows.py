@@ -58,6 +58,8 @@ class Start:
     seed: int  # uint64
     stop_token_ids: list[int]
     limit_position: int  # first position the request may not generate
+    first_unmask_steps: Tensor | None = None  # int32 [B]; None = not asked for
+    logprobs: Tensor | None = None  # float32 [B], likewise
 
 
 @dataclass(eq=False)
@@ -74,7 +76,10 @@ class Row:
     stop_token_ids: frozenset[int]
     block_index: int
     prefix: Tensor  # int64 [first block_index, B] on the host, until prefilled
+    wants_first_unmask_steps: bool = False
+    wants_logprobs: bool = False
     prefilled_blocks: int = 0
+    is_withheld: bool = False  # done and ended in the forward that committed the block before, which was told first
     phase: Phase = Phase.PREFILL
     entry: RoundRow | None = None
 
@@ -92,6 +97,8 @@ class Row:
             stop_token_ids=frozenset(start.stop_token_ids),
             block_index=start.block_index,
             prefix=start.prefix,
+            wants_first_unmask_steps=start.first_unmask_steps is not None,
+            wants_logprobs=start.logprobs is not None,
             phase=Phase.PREFILL if start.block_index else Phase.DENOISE,
         )
 
@@ -103,6 +110,7 @@ class SlotColumns:
     num_slots: int
     block_size: int
     device: torch.device
+    early_end: bool = True  # a block may end its request with masks behind the first stop token
     params: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     initial_states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -117,7 +125,12 @@ class SlotColumns:
             return torch.zeros(slots, dtype=torch.float32, device=device)
 
         self.ids = integers(slots, size)
+        self.committed_ids = integers(slots, size)  # of the block before, while a fused commit is not told
         self.masked = torch.zeros(slots, size, dtype=torch.bool, device=device)
+        self.first_unmask_steps = integers(slots, size)  # of rows that ask, see records.py
+        self.logprobs = torch.zeros(slots, size, dtype=torch.float32, device=device)  # likewise
+        self.committed_first_unmask_steps = integers(slots, size)  # with committed_ids
+        self.committed_logprobs = torch.zeros_like(self.logprobs)  # likewise
         self.block_index = integers(slots)
         self.step_index = integers(slots)
         self.max_steps = integers(slots)
@@ -138,6 +151,10 @@ class SlotColumns:
         self.starts += 1
         self.ids[slot] = start.block_ids.to(self.device)
         self.masked[slot] = start.block_mask.to(self.device)
+        if start.first_unmask_steps is not None:
+            self.first_unmask_steps[slot] = start.first_unmask_steps.to(self.device)
+        if start.logprobs is not None:
+            self.logprobs[slot] = start.logprobs.to(self.device)
         self.block_index[slot] = start.block_index
         self.step_index[slot] = start.step_count
         self.max_steps[slot] = ALGORITHMS[start.algorithm].max_steps(self.block_size, start.params)
@@ -167,16 +184,30 @@ class SlotColumns:
         for key, column in self.states[name].items():
             column[slots] = self.initial_states[name][key].expand(len(slots), *column.shape[1:])
 
+    def begin_committing(self, name: str, slots: Tensor, mask_token_id: int) -> None:
+        """The blocks in `slots` (int64 [R]), all of algorithm `name`, are complete and the next ones begin: their ids
+        go to `committed_ids`, for the forward that writes their KV beside the next blocks' first step."""
+        self.committed_ids[slots] = self.ids[slots]
+        self.next_blocks(name, slots, mask_token_id)
+
     def editable(self, slots: Tensor) -> Tensor:
         """bool [R, B]: the generated positions of each row's block."""
         positions = self.block_index[slots, None] * self.block_size + self.offsets
         return positions >= self.prompt_length[slots, None]
 
-    def ends_request(self, slots: Tensor, ids: Tensor, editable: Tensor) -> Tensor:
-        """bool [R]: whether a block with these ids holds a stop token id in a generated position, or the limit."""
+    def ends_request(self, slots: Tensor, ids: Tensor, masked: Tensor, editable: Tensor, edits: bool) -> Tensor:
+        """bool [R]: whether a block as it stands ([R, B] each) decides that its request ends.
+
+        It has no mask, and a stop token id in a generated position or the limit. Where set tokens stay, masks behind
+        the first stop token do not matter: it stays the first one once all before it is set.
+        """
         stops = self.stop_token_ids[slots]
-        has_stop = ((ids[:, :, None] == stops[:, None, :]).any(dim=2) & editable).any(dim=1)
-        return has_stop | ((self.block_index[slots] + 1) * self.block_size >= self.limit_position[slots])
+        is_stop = (ids[:, :, None] == stops[:, None, :]).any(dim=2) & editable & ~masked
+        is_open = masked
+        if self.early_end and not edits:
+            is_open = is_open & (is_stop.cumsum(dim=1) == 0)
+        has_limit = (self.block_index[slots] + 1) * self.block_size >= self.limit_position[slots]
+        return ~is_open.any(dim=1) & (is_stop.any(dim=1) | has_limit)
 
     def sampling(self, slots: Tensor, any_sampling: bool) -> SamplingColumns:
         return SamplingColumns(

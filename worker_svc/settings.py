@@ -44,8 +44,14 @@ class WorkerSettings:
     )
     device: str = setting("cpu", help="cpu, cuda or cuda:N", metavar="DEVICE", check=_check_device)
     attention_backend: str = setting("torch", help="kernels that attend over the KV pool", choices=("torch",))
+    fused_commit: bool = setting(
+        True, help="FDFO: the forward that commits a block is also its next block's first; not where algorithms edit"
+    )
     batch_invariant: bool = setting(
         False, help="logits do not depend on the other requests, bit for bit; slow, for tests"
+    )
+    early_end: bool = setting(
+        True, help="a block ends its request once all up to its first stop token is set; not for algorithms that edit"
     )
     num_threads: int = setting(
         1,

@@ -68,8 +68,13 @@ def decode_start(start: pb.StartRow, rules: StartRules) -> Start:
         start.tokens_left > 0 and limit_position <= rules.max_blocks * size,
         f"tokens_left: at least 1, and {rules.max_blocks * size} positions at most with what is there",
     )
-    _check(not start.want_first_unmask_steps, "want_first_unmask_steps: not served by this version")
-    _check(not start.want_logprobs, "want_logprobs: not served by this version")
+    steps = _records(start, "first_unmask_steps", torch.int32, size) if start.want_first_unmask_steps else None
+    logprobs = _records(start, "logprobs", torch.float32, size) if start.want_logprobs else None
+    _check(
+        steps is None or bool(((steps >= 0) & (steps < max(start.step_count, 1))).all()),
+        "first_unmask_steps: a step that the block has not had",
+    )
+    _check(logprobs is None or bool((logprobs <= 0).all()), "logprobs: above 0, or no number")
     return Start(
         name=RowName(RowKey(start.request_id, start.sample_index), start.attempt),
         prompt_length=start.prompt_length,
@@ -88,6 +93,8 @@ def decode_start(start: pb.StartRow, rules: StartRules) -> Start:
         seed=sampling.seed,
         stop_token_ids=stops,
         limit_position=limit_position,
+        first_unmask_steps=steps,
+        logprobs=logprobs,
     )
 
 
@@ -106,6 +113,16 @@ def _ids(packed: bytes, field: str, count: int, vocab_size: int) -> Tensor:
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise BadStart(f"{field}: an id is outside the vocabulary of {vocab_size}")
     return ids
+
+
+def _records(start: pb.StartRow, field: str, dtype: torch.dtype, size: int) -> Tensor:
+    """Packed values of the block's positions, [B] of `dtype`. A block without steps may leave them out: zeros."""
+    packed: bytes = getattr(start, field)
+    if not packed and start.step_count == 0:
+        return torch.zeros(size, dtype=dtype)
+    if len(packed) != 4 * size:
+        raise BadStart(f"{field}: {len(packed)} bytes where {size} values take {4 * size}")
+    return torch.frombuffer(bytearray(packed), dtype=dtype)
 
 
 def _params(algorithm: DllmAlgorithm, given: dict[str, float]) -> dict[str, float]:

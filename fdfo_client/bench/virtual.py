@@ -148,6 +148,7 @@ async def virtual_world(
     *,
     num_workers: int = 1,
     network_delay_ms: float = 0.0,
+    make_loop: type[DenoiseLoop] = DenoiseLoop,
 ) -> AsyncIterator[World]:
     """A scheduler that is connected to its workers. Of the settings, addresses and the device do nothing.
 
@@ -160,7 +161,7 @@ async def virtual_world(
 
     def connect(target: str, scheduler_id: str) -> LoopLink:
         time_line = TimeLine(clock, sleep=lambda duration_s: None, overshoot_s=0.0)
-        loop = DenoiseLoop(SimulatedRunner(folder, time_line), loop_config(folder, worker_settings), clock)
+        loop = make_loop(SimulatedRunner(folder, time_line), loop_config(folder, worker_settings), clock)
         link = LoopLink(loop, target, scheduler_id, delay_s)
         devices.append((link, time_line))
         return link
@@ -219,7 +220,7 @@ async def _stream(scheduler: Scheduler, options: dict[str, Any]) -> AsyncIterato
                 raise DeadlineExceeded("the timeout passed; give a longer timeout, or ask for fewer tokens") from None
             if response is None:
                 return
-            event = event_from_proto(response)
+            event = event_from_proto(response, message)
             assert event is not None, "the scheduler is of this version"
             yield event
     finally:
@@ -235,12 +236,19 @@ def replay_virtually(
     concurrency: int | None = None,
     num_workers: int = 1,
     network_delay_ms: float = 0.0,
+    make_loop: type[DenoiseLoop] = DenoiseLoop,
 ) -> Measurement:
-    """Measure a load in a `virtual_world`: a closed loop with `concurrency`, else each item at its time."""
+    """Measure a load in a `virtual_world`: a closed loop with `concurrency`, else each item at its time. `make_loop`:
+    another kind of loop for the workers."""
 
     async def play() -> Measurement:
         async with virtual_world(
-            folder, scheduler_settings, worker_settings, num_workers=num_workers, network_delay_ms=network_delay_ms
+            folder,
+            scheduler_settings,
+            worker_settings,
+            num_workers=num_workers,
+            network_delay_ms=network_delay_ms,
+            make_loop=make_loop,
         ) as world:
             return await measure(world, Load(world.stream), items, concurrency=concurrency)
 

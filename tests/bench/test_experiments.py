@@ -8,6 +8,7 @@ import pytest
 
 from bench.__main__ import line, main, to_json
 from bench.experiments import QUICK, Case, Target, derived, interleaved, ratios
+from bench.markdown import page
 
 
 def test_runs_are_interleaved_and_their_medians_taken() -> None:
@@ -55,3 +56,19 @@ def test_an_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) ->
         main(["--only", "modes,colours"])
     assert exit_.value.code == 2
     assert "'colours' is not one of modes, re-loop" in capsys.readouterr().err
+
+
+def test_the_page_has_every_figure() -> None:
+    """Cases with the same figures share a table, and a missed target is said."""
+    cases = [
+        derived("first", {"x": [1.0], "y": [250.0]}, Target("x", 2.0)),
+        derived("second", {"ratio": [0.5]}),
+        derived("third", {"x": [3.0], "y": [0.0]}, Target("x", 2.0)),
+    ]
+    lines = page({"modes": cases}, "a machine", 5).splitlines()
+    assert "| first | **1.00** (>= 2, missed) | 250 |" in lines
+    assert (
+        lines.index("| third | **3.00** (>= 2) | 0.00 |")
+        == lines.index("| first | **1.00** (>= 2, missed) | 250 |") + 1
+    )
+    assert "| second | 0.500 |" in lines

@@ -35,7 +35,7 @@ def test_the_ideal_is_what_services_without_host_time_take(
         items,
         FOLDER,
         SchedulerSettings(model_path=SIMULATED, dllm_fdfo=fdfo, rounds_in_flight=1),
-        WorkerSettings(model_path=SIMULATED, max_running_requests=num_rows),
+        WorkerSettings(model_path=SIMULATED, max_running_requests=num_rows, fused_commit=False),
         concurrency=num_requests,
     )
     draws = [[step.forwards for step in block_steps(record, BLOCK)] for record in measured.records]

@@ -31,10 +31,8 @@ def started(
     )
 
 
-def committed(text: str, token_ids: Sequence[int], forwards: int = 0, sample_index: int = 0) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        committed=pb.Committed(text=text, token_ids=token_ids, forwards=forwards, sample_index=sample_index)
-    )
+def committed(text: str, token_ids: Sequence[int], forwards: int = 0, **fields: Any) -> pb.GenerateResponse:
+    return pb.GenerateResponse(committed=pb.Committed(text=text, token_ids=token_ids, forwards=forwards, **fields))
 
 
 def finished(reason: pb.FinishReason = pb.FINISH_REASON_LENGTH, **fields: Any) -> pb.GenerateResponse:

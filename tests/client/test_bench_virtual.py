@@ -76,11 +76,11 @@ def play(
     network_delay_ms: float = 0.0,
     **values: Any,
 ) -> Measurement:
-    """What a load brought, one round in flight unless said otherwise; all its requests must be well."""
+    """What a load brought, with one round in flight and plain commits unless said otherwise; all requests are well."""
     measurement = replay_virtually(
         items,
         folder(profile),
-        *services({"rounds_in_flight": 1} | values),
+        *services({"rounds_in_flight": 1, "fused_commit": False} | values),
         concurrency=concurrency,
         num_workers=num_workers,
         network_delay_ms=network_delay_ms,

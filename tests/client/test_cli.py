@@ -71,6 +71,28 @@ def test_generate_prints_every_sample(capsys: pytest.CaptureFixture[str]) -> Non
     assert [(line["sample_index"], line["text"]) for line in lines] == [(0, "a"), (1, "b")]
 
 
+def test_records_are_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """--logprobs and --first-unmask-steps ask for values and print them; left out they are null."""
+    values = committed("ab", [5, 6], logprobs=[-0.5, -2.0], first_unmask_steps=[3, 0])
+    fake = FakeScheduler(lambda request: [started(), values, finished()])
+    assert run("generate", "--json", "--logprobs", "--first-unmask-steps", "Hi", fake=fake) == 0
+    assert run("generate", "--json", "--logprobs", "Hi", fake=fake) == 0
+    both, one = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (both["logprobs"], both["first_unmask_steps"]) == ([-0.5, -2.0], [3, 0])
+    assert (one["logprobs"], one["first_unmask_steps"]) == ([-0.5, -2.0], None)
+    assert [(request.logprobs, request.first_unmask_steps) for request in fake.requests] == [
+        (True, True),
+        (True, False),
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--logprobs", "--first-unmask-steps"])
+def test_records_without_json_are_wrong_usage(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked for and never shown would be a waste: status 2, and the flag is named."""
+    assert cli.main(["generate", flag, "Hi"]) == 2
+    assert f"{flag}: only --json" in capsys.readouterr().err
+
+
 def test_a_prompt_is_one_user_message() -> None:
     """By default the prompt is a turn of a chat; --system stands before it; --raw sends plain text."""
     fake = FakeScheduler()

@@ -135,7 +135,7 @@ def test_finish_reasons(reason: pb.FinishReason, name: str) -> None:
 
 def test_every_option_reaches_the_request() -> None:
     """What is given is sent, in its field."""
-    fake = FakeScheduler()
+    fake = FakeScheduler(script(started(), finished()))
     with client_of(fake) as client:
         client.generate(
             "Hi",
@@ -152,6 +152,8 @@ def test_every_option_reaches_the_request() -> None:
             algorithm_params={"threshold": 0.75},
             n=1,
             priority=-3,
+            logprobs=True,
+            first_unmask_steps=True,
             request_id="mine",
             parse_special_tokens=True,
             timeout=60.0,
@@ -170,6 +172,8 @@ def test_every_option_reaches_the_request() -> None:
             n=1,
             priority=-3,
             parse_special_tokens=True,
+            logprobs=True,
+            first_unmask_steps=True,
         )
     ]
 
@@ -396,6 +400,39 @@ def test_a_stream_against_the_protocol(steps: list[Step], told: str) -> None:
     """A stream that is not Started, Committed..., Finished raises UnexpectedServer; it is never taken for an answer."""
     with client_of(FakeScheduler(script(*steps))) as client, pytest.raises(UnexpectedServer, match=told):
         client.generate("x")
+
+
+RECORDS: dict[str, Any] = {"logprobs": [-0.5, -2.0], "first_unmask_steps": [3, 0]}
+
+
+def test_records_of_tokens_come_with_them() -> None:
+    """What was asked for is in the events and in the completion, also where an event has no token."""
+    steps = script(started(), committed("ab", [5, 6], **RECORDS), committed("c", []), finished())
+    with client_of(FakeScheduler(steps)) as client:
+        events = list(client.stream("x", logprobs=True, first_unmask_steps=True))
+        completion = client.generate("x", logprobs=True, first_unmask_steps=True)
+        half = client.generate("x", logprobs=True)
+    assert events[1:3] == [Committed("ab", (5, 6), 0, (-0.5, -2.0), (3, 0)), Committed("c", (), 0, (), ())]
+    assert (completion.logprobs, completion.first_unmask_steps) == ((-0.5, -2.0), (3, 0))
+    assert (half.logprobs, half.first_unmask_steps) == ((-0.5, -2.0), None)
+
+
+def test_records_that_were_not_asked_for_are_none() -> None:
+    """None, not empty: the difference to an answer without tokens."""
+    with client_of(FakeScheduler(script(started(), committed("ab", [5, 6]), finished()))) as client:
+        completion = client.generate("x")
+        empty = client.generate("x", logprobs=False)
+    assert (completion.logprobs, completion.first_unmask_steps) == (None, None)
+    assert empty.logprobs is None
+
+
+@pytest.mark.parametrize("name", sorted(RECORDS))
+def test_records_that_do_not_fit_the_tokens(name: str) -> None:
+    """Another number of values than of ids is a server against the protocol, never shifted values."""
+    options: Any = {name: True}
+    steps = script(started(), committed("abc", [5, 6, 7], **RECORDS), finished())
+    with client_of(FakeScheduler(steps)) as client, pytest.raises(UnexpectedServer, match=f"2 {name} for 3 tokens"):
+        client.generate("x", **options)
 
 
 def test_events_of_a_later_version_are_passed_over() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,20 @@ def weights() -> dict[str, torch.Tensor]:
     return load_file(PATH / "model.safetensors")
 
 
-def make_loop(*, batch_invariant: bool = False, chunk: int = 2048, page_size: int = B, slots: int = 16) -> DenoiseLoop:
+def make_loop(
+    *,
+    batch_invariant: bool = False,
+    chunk: int = 2048,
+    page_size: int = B,
+    slots: int = 16,
+    fused_commit: bool = False,
+    early_end: bool = True,
+) -> DenoiseLoop:
     torch.set_num_threads(1)
     model = load_model(FOLDER, dtype=torch.float32, device="cpu")
     runner = TorchModelRunner(model, ATTENTION_BACKENDS["torch"](), batch_invariant=batch_invariant)
-    config = LoopConfig("scripted", B, MASK, 1024, page_size, slots, 512 * B // page_size, chunk)
+    sizes = (B, MASK, 1024, page_size, slots, 512 * B // page_size, chunk)
+    config = LoopConfig("scripted", *sizes, fused_commit=fused_commit, early_end=early_end)
     return DenoiseLoop(runner, config, lambda: 0.0)
 
 
@@ -68,8 +79,18 @@ def run_blocks(driver: Driver, row: pb.StartRow, num_blocks: int, mode: pb.Mode,
     return ids
 
 
-def naive_blocks(prompt: list[int], num_blocks: int, algorithm: str, size: int = B, **params: float) -> list[int]:
-    """The same by a loop without KV: a pass over everything before and in the block for every step."""
+def naive_blocks(
+    prompt: list[int],
+    num_blocks: int,
+    algorithm: str,
+    size: int = B,
+    on_step: Callable[[NaiveRow, NaiveRow, torch.Tensor], None] = lambda before, after, logits: None,
+    **params: float,
+) -> list[int]:
+    """The same by a loop without KV: a pass over everything before and in the block for every step.
+
+    `on_step` sees the row before and after each step, and the step's logits float32 [B, V].
+    """
     values = {param.name: param.default for param in ALGORITHMS[algorithm].params} | params
     sequence = prompt[: len(prompt) // size * size]
     tail = prompt[len(sequence) :]
@@ -86,7 +107,9 @@ def naive_blocks(prompt: list[int], num_blocks: int, algorithm: str, size: int =
         done = False
         while not done:
             logits = reference_logits(weights(), FOLDER.config, sequence + row.ids, size)[-size:]
+            before = copy.deepcopy(row)
             done = NAIVE_STEPS[algorithm](row, logits.tolist())
+            on_step(before, row, logits)
             row.step_index += 1
         sequence, tail = sequence + row.ids, []
         out += row.ids

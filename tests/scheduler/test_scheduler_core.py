@@ -20,9 +20,10 @@ from tests.worker.scripted import BAD, BLOCK, Clock, ScriptedRunner, assert_whol
 
 @pytest.mark.parametrize("fdfo", [True, False])
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_requests_of_all_lengths_get_exactly_their_tokens(fdfo: bool, in_flight: int) -> None:
-    """Whatever the mode and the rounds in flight: the same tokens, then the pool is whole and the queue empty."""
-    loop = make_loop(num_slots=3)
+@pytest.mark.parametrize("fused_commit", [False, True])
+def test_requests_of_all_lengths_get_exactly_their_tokens(fdfo: bool, in_flight: int, fused_commit: bool) -> None:
+    """Whatever the mode, the rounds in flight and the commits: the same tokens, then the pool is whole."""
+    loop = make_loop(num_slots=3, fused_commit=fused_commit)
     bench = Bench(loop, dllm_fdfo=fdfo, rounds_in_flight=in_flight)
     lengths = [(1, 1), (1, BLOCK - 1), (5, BLOCK), (BLOCK, BLOCK + 1), (BLOCK + 1, 100), (7 * BLOCK + 3, 64), (2, 200)]
 
@@ -132,9 +133,10 @@ def test_a_lost_worker_is_continued_in_mid_block_on_the_restarted_one() -> None:
     play(bench, scene)
 
 
-def test_two_workers_share_the_queue_and_one_carries_on_alone() -> None:
+@pytest.mark.parametrize("fused_commit", [False, True])
+def test_two_workers_share_the_queue_and_one_carries_on_alone(fused_commit: bool) -> None:
     """Requests of a dead worker go to the front of the queue and run on the other."""
-    bench = Bench(make_loop(num_slots=2), make_loop(num_slots=2))
+    bench = Bench(*(make_loop(num_slots=2, fused_commit=fused_commit) for _ in range(2)))
 
     async def scene() -> None:
         requests = [await bench.submit(f"r{n}", effort(9), 100) for n in range(6)]

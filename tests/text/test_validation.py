@@ -88,6 +88,8 @@ def test_a_full_request() -> None:
         algorithm_params={"max_post_edit_steps": 3},
         n=16,
         priority=-1000,
+        logprobs=True,
+        first_unmask_steps=True,
     )
     assert parse_generate(request, RULES) == GenerateSpec(
         request_id="r-1",
@@ -101,6 +103,8 @@ def test_a_full_request() -> None:
         algorithm_params={"threshold": 0.5, "max_post_edit_steps": 3},
         num_samples=16,
         priority=-1000,
+        logprobs=True,
+        first_unmask_steps=True,
     )
 
 
@@ -269,8 +273,6 @@ def test_a_top_k_of_all_tokens_is_off(top_k: int) -> None:
 
 
 ASKING: dict[str, api.GenerateRequest] = {
-    "logprobs": api.GenerateRequest(logprobs=True),
-    "first_unmask_steps": api.GenerateRequest(first_unmask_steps=True),
     "provisional_every_forwards": api.GenerateRequest(provisional_every_forwards=0),
     "resume": api.GenerateRequest(resume=api.Resume()),
     "json_schema": api.GenerateRequest(json_schema="{}"),
@@ -313,7 +315,8 @@ def test_neutral_values_of_unsupported_fields_ask_for_nothing() -> None:
 def test_every_field_of_the_proto_is_served_or_refused() -> None:
     """A field added to the proto must be parsed or put into the table; it is never ignored."""
     served = {"request_id", "text", "prompt_ids", "messages", "sampling", "max_new_tokens", "stop", "stop_token_ids"}
-    served |= {"ignore_eos", "algorithm", "algorithm_params", "parse_special_tokens", "n", "priority"}
+    served |= {"ignore_eos", "algorithm", "algorithm_params", "parse_special_tokens", "logprobs", "first_unmask_steps"}
+    served |= {"n", "priority"}
     assert served | set(UNSUPPORTED) == {field.name for field in api.GenerateRequest.DESCRIPTOR.fields}
     assert not served & set(UNSUPPORTED)
 

@@ -66,6 +66,7 @@ def make_loop(
     context: int = 1024,
     runner: ScriptedRunner | None = None,
     clock: Clock | None = None,
+    fused_commit: bool = False,
 ) -> DenoiseLoop:
     config = LoopConfig(
         fingerprint="scripted",
@@ -76,6 +77,7 @@ def make_loop(
         num_slots=num_slots,
         num_pages=num_pages,
         chunked_prefill_size=chunk,
+        fused_commit=fused_commit,
         lease_s=30.0,
     )
     return DenoiseLoop(runner or ScriptedRunner(), config, clock or Clock())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.packing import pack_floats, pack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.worker.scripted import (
     BAD,
@@ -272,8 +273,11 @@ def test_non_finite_logits_end_one_row_and_leave_its_neighbours_alone() -> None:
         ("sampling.min_p", {"sampling": pb.SamplingParams(top_p=1, min_p=-1)}),
         ("stop_token_ids", {"stop_token_ids": [9999]}),
         ("tokens_left", {"tokens_left": 100_000}),
-        ("want_logprobs", {"want_logprobs": True}),
-        ("want_first_unmask_steps", {"want_first_unmask_steps": True}),
+        ("logprobs", {"want_logprobs": True, "logprobs": b"123"}),
+        ("logprobs", {"want_logprobs": True, "logprobs": pack_floats([float("nan")] * BLOCK)}),
+        ("logprobs", {"want_logprobs": True, "step_count": 1}),
+        ("first_unmask_steps", {"want_first_unmask_steps": True, "first_unmask_steps": pack_ids([1] * BLOCK)}),
+        ("first_unmask_steps", {"want_first_unmask_steps": True, "first_unmask_steps": pack_ids([-1] * BLOCK)}),
     ],
 )
 def test_a_start_that_cannot_run_is_a_row_error_that_names_the_field(field: str, values: dict[str, object]) -> None:

@@ -80,11 +80,17 @@ REQUESTS = st.sets(st.integers(0, 7), max_size=8)
 class Rounds(RuleBasedStateMachine):
     """Random rounds against one small worker; the invariants are recounts from the rows themselves."""
 
-    @initialize(num_pages=st.integers(6, 24), blocks_a_page=st.sampled_from([1, 2]), chunk=st.sampled_from([1, 2, 16]))
-    def begin(self, num_pages: int, blocks_a_page: int, chunk: int) -> None:
+    @initialize(
+        num_pages=st.integers(6, 24),
+        blocks_a_page=st.sampled_from([1, 2]),
+        chunk=st.sampled_from([1, 2, 16]),
+        fused_commit=st.booleans(),
+    )
+    def begin(self, num_pages: int, blocks_a_page: int, chunk: int, fused_commit: bool) -> None:
         self.clock = Clock()
+        page_size = blocks_a_page * BLOCK
         config = LoopConfig(
-            "scripted", BLOCK, MASK, CONTEXT, blocks_a_page * BLOCK, NUM_SLOTS, num_pages, chunk * BLOCK
+            "scripted", BLOCK, MASK, CONTEXT, page_size, NUM_SLOTS, num_pages, chunk * BLOCK, fused_commit
         )
         self.loop = DenoiseLoop(StampingRunner(), config, self.clock)
         self.schedulers = [Scheduler(Driver(self.loop, name)) for name in ("one", "two")]

@@ -53,7 +53,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "prompt_ids", "messages", "sampling", "max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "algorithm", "algorithm_params", "parse_special_tokens", "n", "priority", "logprobs", "first_unmask_steps", "provisional_every_forwards", "resume", "json_schema", "regex", "grammar", "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
+    __slots__ = ("request_id", "text", "prompt_ids", "messages", "sampling", "max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "algorithm", "algorithm_params", "parse_special_tokens", "logprobs", "first_unmask_steps", "n", "priority", "provisional_every_forwards", "resume", "json_schema", "regex", "grammar", "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
     class AlgorithmParamsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,10 +80,10 @@ class GenerateRequest(_message.Message):
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     ALGORITHM_PARAMS_FIELD_NUMBER: _ClassVar[int]
     PARSE_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    N_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FIRST_UNMASK_STEPS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PROVISIONAL_EVERY_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
@@ -106,10 +106,10 @@ class GenerateRequest(_message.Message):
     algorithm: str
     algorithm_params: _containers.ScalarMap[str, float]
     parse_special_tokens: bool
-    n: int
-    priority: int
     logprobs: bool
     first_unmask_steps: bool
+    n: int
+    priority: int
     provisional_every_forwards: int
     resume: Resume
     json_schema: str
@@ -120,7 +120,7 @@ class GenerateRequest(_message.Message):
     presence_penalty: float
     repetition_penalty: float
     min_new_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., prompt_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., algorithm: _Optional[str] = ..., algorithm_params: _Optional[_Mapping[str, float]] = ..., parse_special_tokens: bool = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., logprobs: bool = ..., first_unmask_steps: bool = ..., provisional_every_forwards: _Optional[int] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_new_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., prompt_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., algorithm: _Optional[str] = ..., algorithm_params: _Optional[_Mapping[str, float]] = ..., parse_special_tokens: bool = ..., logprobs: bool = ..., first_unmask_steps: bool = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., provisional_every_forwards: _Optional[int] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_new_tokens: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("committed_ids", "value")

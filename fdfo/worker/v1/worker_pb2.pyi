@@ -148,7 +148,7 @@ class RunRoundRequest(_message.Message):
     def __init__(self, scheduler_id: _Optional[str] = ..., generation: _Optional[int] = ..., worker_epoch: _Optional[str] = ..., fingerprint: _Optional[str] = ..., round_id: _Optional[int] = ..., acked_round_id: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., max_forwards: _Optional[int] = ..., max_round_ms: _Optional[int] = ..., releases: _Optional[_Union[RowNames, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[StartRow, _Mapping]]] = ..., continues: _Optional[_Union[RowNames, _Mapping]] = ...) -> None: ...
 
 class RowReplies(_message.Message):
-    __slots__ = ("statuses", "accept_lengths", "done_block_indexes", "done_ids", "has_block", "block_indexes", "block_ids", "block_masks", "step_counts", "algo_states", "forwards", "prefilled_tokens", "cached_tokens", "end_reasons", "end_positions", "errors", "done_first_unmask_steps", "done_logprobs")
+    __slots__ = ("statuses", "accept_lengths", "done_block_indexes", "done_ids", "has_block", "block_indexes", "block_ids", "block_masks", "step_counts", "algo_states", "forwards", "prefilled_tokens", "cached_tokens", "end_reasons", "end_positions", "errors", "done_first_unmask_steps", "done_logprobs", "block_first_unmask_steps", "block_logprobs")
     class ErrorsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +174,8 @@ class RowReplies(_message.Message):
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIRST_UNMASK_STEPS_FIELD_NUMBER: _ClassVar[int]
     DONE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIRST_UNMASK_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     statuses: _containers.RepeatedScalarFieldContainer[RowStatus]
     accept_lengths: _containers.RepeatedScalarFieldContainer[int]
     done_block_indexes: _containers.RepeatedScalarFieldContainer[int]
@@ -192,7 +194,9 @@ class RowReplies(_message.Message):
     errors: _containers.ScalarMap[int, str]
     done_first_unmask_steps: bytes
     done_logprobs: bytes
-    def __init__(self, statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., accept_lengths: _Optional[_Iterable[int]] = ..., done_block_indexes: _Optional[_Iterable[int]] = ..., done_ids: _Optional[bytes] = ..., has_block: _Optional[_Iterable[bool]] = ..., block_indexes: _Optional[_Iterable[int]] = ..., block_ids: _Optional[bytes] = ..., block_masks: _Optional[bytes] = ..., step_counts: _Optional[_Iterable[int]] = ..., algo_states: _Optional[_Iterable[bytes]] = ..., forwards: _Optional[_Iterable[int]] = ..., prefilled_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., end_reasons: _Optional[_Iterable[_Union[EndReason, str]]] = ..., end_positions: _Optional[_Iterable[int]] = ..., errors: _Optional[_Mapping[int, str]] = ..., done_first_unmask_steps: _Optional[bytes] = ..., done_logprobs: _Optional[bytes] = ...) -> None: ...
+    block_first_unmask_steps: bytes
+    block_logprobs: bytes
+    def __init__(self, statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., accept_lengths: _Optional[_Iterable[int]] = ..., done_block_indexes: _Optional[_Iterable[int]] = ..., done_ids: _Optional[bytes] = ..., has_block: _Optional[_Iterable[bool]] = ..., block_indexes: _Optional[_Iterable[int]] = ..., block_ids: _Optional[bytes] = ..., block_masks: _Optional[bytes] = ..., step_counts: _Optional[_Iterable[int]] = ..., algo_states: _Optional[_Iterable[bytes]] = ..., forwards: _Optional[_Iterable[int]] = ..., prefilled_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., end_reasons: _Optional[_Iterable[_Union[EndReason, str]]] = ..., end_positions: _Optional[_Iterable[int]] = ..., errors: _Optional[_Mapping[int, str]] = ..., done_first_unmask_steps: _Optional[bytes] = ..., done_logprobs: _Optional[bytes] = ..., block_first_unmask_steps: _Optional[bytes] = ..., block_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class PageUsage(_message.Message):
     __slots__ = ("free", "cached", "held", "total")

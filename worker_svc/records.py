@@ -1,0 +1,117 @@
+"""What is kept of each token of a block, on request: the step that unmasked its position, and its log probability.
+
+The log probability is the log-softmax of the logits as the model gave them, without the algorithm's suppressions,
+penalties, temperature and filters, in the step that last set the token: it cleared the mask, or an edit changed it.
+
+The values live in slot-indexed tensors beside the rest of a row (`SlotColumns`). They mean something at positions that
+a step has set, for rows that ask; a batch without such a row computes and copies nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker_svc.algorithms.base import StepBatch
+from worker_svc.rows import Row, SlotColumns
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Keeps the records of a group of rows, for as long as the batch stands."""
+
+    logprob_places: Tensor | None  # int64 [L], the rows of the group that ask for log probabilities, if any
+    wants_steps: bool  # some row does
+
+    @classmethod
+    def of(cls, rows: list[Row], device: torch.device) -> Recorder:
+        places = [place for place, row in enumerate(rows) if row.wants_logprobs]
+        return cls(
+            logprob_places=torch.tensor(places, device=device) if places else None,
+            wants_steps=any(row.wants_first_unmask_steps for row in rows),
+        )
+
+    def raw_logits(self, logits: Tensor) -> Tensor | None:
+        """float32 [L, B, V], before a step overwrites `logits` [R', B, V]: those of the rows that ask."""
+        return None if self.logprob_places is None else logits[self.logprob_places]
+
+    def record(self, columns: SlotColumns, slots: Tensor, block: StepBatch, raw: Tensor | None, kept: Tensor) -> None:
+        """After a step and before `columns` has its result: `block` against what still stands in its `slots` [R'].
+
+        `kept` bool [R'] are the rows whose step counts; `raw` is what `raw_logits` gave, overwritten here. A block
+        begins with zeros.
+        """
+        if self.wants_steps:
+            steps, was_masked = columns.first_unmask_steps, columns.masked[slots]
+            is_new = was_masked & ~block.masked & kept[:, None]
+            step_index = block.step_index[:, None]
+            steps[slots] = torch.where(is_new, step_index, torch.where(step_index > 0, steps[slots], 0))
+        if raw is not None:
+            places = self.logprob_places
+            own, ids, masked = slots[places], block.ids[places], block.masked[places]
+            is_set = ~masked & (columns.masked[own] | (ids != columns.ids[own])) & kept[places, None]
+            last = torch.where(block.step_index[places, None] > 0, columns.logprobs[own], 0.0)
+            columns.logprobs[own] = torch.where(is_set, log_probabilities(raw, ids), last)
+
+
+def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    """float32 [L, B]: the log-softmax of `logits` float32 [L, B, V], which are overwritten, at `ids` int64 [L, B].
+
+    The sum is float64 so that its order, which changes with the batch, does not show in the result.
+    """
+    logits.sub_(logits.amax(dim=-1, keepdim=True))
+    chosen = logits.gather(-1, ids[:, :, None]).squeeze(-1)
+    return (chosen - logits.exp_().sum(dim=-1, dtype=torch.float64).log()).to(torch.float32)
+
+
+def keep_committed(rows: list[Row], columns: SlotColumns) -> None:
+    """Before the next blocks of `rows` begin in the forward that commits these: put aside what will be reported."""
+    asking = [row.slot for row in rows if row.wants_first_unmask_steps or row.wants_logprobs]
+    if asking:
+        slots = torch.tensor(asking, device=columns.device)
+        columns.committed_first_unmask_steps[slots] = columns.first_unmask_steps[slots]
+        columns.committed_logprobs[slots] = columns.logprobs[slots]
+
+
+class RecordCopies(NamedTuple):
+    """The records of a round's done and open blocks as they were at its end; None where none of them wants the kind."""
+
+    done_first_unmask_steps: Tensor | None  # int64 [done blocks, B]
+    done_logprobs: Tensor | None  # float32, likewise
+    open_first_unmask_steps: Tensor | None  # int64 [open blocks, B]
+    open_logprobs: Tensor | None  # float32, likewise
+
+
+def copy_records(done: list[Row], was_committed: list[bool], open_: list[Row], columns: SlotColumns) -> RecordCopies:
+    """The records as they are now. `was_committed`: the done block is the one whose records were put aside."""
+    steps = (columns.first_unmask_steps, columns.committed_first_unmask_steps)
+    logprobs = (columns.logprobs, columns.committed_logprobs)
+    is_before = [False] * len(open_)
+    return RecordCopies(
+        _gather(done, [row.wants_first_unmask_steps for row in done], was_committed, *steps, columns.masked),
+        _gather(done, [row.wants_logprobs for row in done], was_committed, *logprobs, columns.masked),
+        _gather(open_, [row.wants_first_unmask_steps for row in open_], is_before, *steps, columns.masked),
+        _gather(open_, [row.wants_logprobs for row in open_], is_before, *logprobs, columns.masked),
+    )
+
+
+def _gather(
+    rows: list[Row], wants: list[bool], was_committed: list[bool], now: Tensor, committed: Tensor, masked: Tensor
+) -> Tensor | None:
+    """[rows, B] of what the slots hold; 0 for rows that do not want it and where the mask is. None if no row does."""
+    if not any(wants):
+        return None
+    device = now.device
+    slots = torch.tensor([row.slot for row in rows], device=device)
+    values = torch.where(masked[slots], 0, now[slots])
+    if any(was_committed):
+        values = torch.where(torch.tensor(was_committed, device=device)[:, None], committed[slots], values)
+    return torch.where(torch.tensor(wants, device=device)[:, None], values, 0)
+
+
+def pack_records(values: Tensor | None, dtype: str) -> bytes:
+    """As packed bytes of a NumPy type; waits for the device."""
+    return b"" if values is None else values.cpu().numpy().astype(dtype).tobytes()
