@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -34,15 +35,16 @@ def main(argv: list[str] | None = None) -> int:
         metavar="NAME,...",
         help=f"of {', '.join(EXPERIMENTS)} (all; with --quick all but {', '.join(NOT_QUICK)})",
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures with the runs behind them")
+    parser.add_argument("--markdown", type=_writable, metavar="FILE", help="write the tables as a page")
+    parser.add_argument("--json", type=_writable, metavar="FILE", help="write all figures with the runs behind them")
     arguments = parser.parse_args(argv)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     torch.set_num_threads(1)
     configure_logging("console", "warning")
 
     scale = QUICK if arguments.quick else FULL
-    print(f"{machine()}; medians of {scale.runs} interleaved runs; targets in brackets\n", flush=True)
+    started_on = machine()
+    print(f"{started_on}; medians of {scale.runs} interleaved runs; targets in brackets\n", flush=True)
     results: dict[str, list[Case]] = {}
     started_at = time.monotonic()
     with tempfile.NamedTemporaryFile(prefix="fdfo-bench-", suffix=".log", delete=False) as log:
@@ -63,16 +65,24 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"bench: {error}; the log of the services is {log.name}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        Path(log.name).unlink()
+        return 130
     Path(log.name).unlink()
-    missed = [f"{case.name}: {target}" for cases in results.values() for case in cases for target in case.missed()]
+    missed = [
+        f"{case.name}: {target.figure} {number(case.medians[target.figure])}, not {target}"
+        for cases in results.values()
+        for case in cases
+        for target in case.missed()
+    ]
     print(
         f"took {time.monotonic() - started_at:.0f} s; "
         + (f"MISSED: {'; '.join(missed)}" if missed else "all targets met")
     )
     if arguments.markdown is not None:
-        arguments.markdown.write_text(page(results, machine(), scale.runs))
+        arguments.markdown.write_text(page(results, started_on, scale.runs))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(to_json(results, scale.runs), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(to_json(results, started_on, scale.runs), indent=1) + "\n")
     return 1 if missed else 0
 
 
@@ -86,18 +96,29 @@ def line(case: Case) -> str:
     return "  ".join(parts)
 
 
-def to_json(results: dict[str, list[Case]], runs: int) -> dict[str, object]:
+def to_json(results: dict[str, list[Case]], machine: str, runs: int) -> dict[str, object]:
     return {
-        "machine": machine(),
+        "machine": machine,
         "runs": runs,
         "experiments": {name: [dataclasses.asdict(case) for case in cases] for name, cases in results.items()},
     }
 
 
 def machine() -> str:
+    load = os.getloadavg()[0]
     return (
-        f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}"
+        f"{os.cpu_count()} cores ({_processor()}), Python {platform.python_version()}, torch {torch.__version__}, "
+        f"load average {load:.1f} before"
     )
+
+
+def _processor() -> str:
+    """Its name where the system tells, else its kind."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _show_progress(what: str) -> None:
@@ -108,6 +129,14 @@ def _show_progress(what: str) -> None:
 def _clear_progress() -> None:
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _writable(text: str) -> Path:
+    """Found out now, not after the measurement."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that exists")
+    return path
 
 
 def _names(text: str) -> list[str]:

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
 import queue
 import socket
@@ -119,14 +120,26 @@ def start_delay(to: str, delay_ms: float) -> Iterator[str]:
 
 def _address(text: str) -> Address:
     host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
     return host, int(port)
+
+
+def _delay_ms(text: str) -> float:
+    try:
+        delay_ms = float(text)
+    except ValueError:
+        delay_ms = math.nan
+    if not 0 <= delay_ms <= 60_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to 60000 milliseconds")
+    return delay_ms
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.delay", description="A TCP proxy with a one-way delay.")
     parser.add_argument("--listen", type=_address, default=("127.0.0.1", 0), metavar="HOST:PORT", help="port 0: any")
-    parser.add_argument("--to", type=_address, required=True, metavar="HOST:PORT")
-    parser.add_argument("--delay-ms", type=float, required=True, help="milliseconds, each way")
+    parser.add_argument("--to", type=_address, required=True, metavar="HOST:PORT", help="the service behind the delay")
+    parser.add_argument("--delay-ms", type=_delay_ms, required=True, metavar="MS", help="milliseconds, each way")
     parser.add_argument("--exit-with-parent", action="store_true", help="end when standard input closes")
     arguments = parser.parse_args(argv)
     if sys.platform == "linux":

@@ -28,6 +28,7 @@ from worker_svc.models.base import CheckpointError
 
 ARCHITECTURE = "SimulatedBlockModel"
 NUM_HASHES = 1 << 24  # a block's hash is kept as float32, which holds these integers exactly
+LONGEST_FORWARD_MS = 3_600_000
 SURE, GUESSED = 20.0, 1.0  # logits; the others are 0
 
 
@@ -77,8 +78,16 @@ def read_profile(folder: ModelFolder) -> Profile:
             f"{folder.path}/config.json: simulation.forwards_min, forwards_max: must rise within 2 to "
             f"{folder.block_size + 1} for blocks of {folder.block_size}"
         )
-    if not (profile.forwards_shape > 0 and profile.forwards_mean > 0):
-        raise CheckpointError(f"{folder.path}/config.json: simulation.forwards_shape, forwards_mean: must be above 0")
+    if not (profile.forwards_shape > 0 and profile.forwards_mean > 0 and profile.forwards_cdf().isfinite().all()):
+        raise CheckpointError(
+            f"{folder.path}/config.json: simulation.forwards_shape, forwards_mean: must be above 0, and draws between "
+            f"forwards_min and forwards_max possible"
+        )
+    if profile.forward_ms(1 << 16, 1 << 20) > LONGEST_FORWARD_MS:
+        raise CheckpointError(
+            f"{folder.path}/config.json: simulation.floor_ms, denoise_row_ms, prefill_token_ms: a forward would take "
+            "longer than an hour"
+        )
     return profile
 
 

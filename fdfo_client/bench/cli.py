@@ -63,6 +63,7 @@ NOT_VIRTUAL = (
     "num_threads",
 )
 DEFAULT_CONCURRENCY = 16
+LONGEST_NETWORK_DELAY_MS = 2000  # beyond, a worker is taken for one that hangs
 DEFAULT_REQUESTS = 100
 DEFAULT_LENGTHS = "128"
 
@@ -165,7 +166,7 @@ def _add_virtual_arguments(parser: argparse.ArgumentParser) -> dict[str, str]:
     group.add_argument("--workers", dest="num_workers", type=_whole(1), metavar="N", help="workers (1)")
     group.add_argument(
         "--network-delay-ms",
-        type=_zero_or_more,
+        type=_network_delay_ms,
         metavar="D",
         help="what each message between scheduler and worker takes, one way (0)",
     )
@@ -326,20 +327,24 @@ async def run(
 
 def finish(report: Report, arguments: argparse.Namespace) -> int:
     """Write what the flags ask for, the table to standard output if nothing else goes there. The exit status."""
+    as_json = json.dumps(to_json(report)) + "\n"
+    print(as_json if arguments.json == "-" else "\n".join(table(report)) + "\n", end="", flush=True)
+    if isinstance(arguments.json, Path):
+        _write("--json", arguments.json, as_json)
     if arguments.html is not None:
         from fdfo_client.bench.page import render
 
-        arguments.html.write_text(render(report), encoding="utf-8")
-    as_json = json.dumps(to_json(report)) + "\n"
-    if arguments.json == "-":
-        print(as_json, end="")
-    else:
-        print("\n".join(table(report)))
-        if arguments.json is not None:
-            arguments.json.write_text(as_json, encoding="utf-8")
+        _write("--html", arguments.html, render(report))
     if report.measurement.was_cut_short:
         return 130
     return 1 if report.summary.requests_failed or not report.summary.requests_ok else 0
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FdfoError(f"{flag} {path}: {error.strerror}") from None
 
 
 def replay_items(items: Iterable[Item], speed: float, timeout_s: float | None) -> list[Item]:
@@ -407,8 +412,8 @@ def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 def _whole(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        if not (text.isascii() and text.isdecimal() and len(text) < 19) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}, below 10**18")
         return int(text)
 
     return convert
@@ -421,10 +426,10 @@ def _above_zero(text: str) -> float:
     return value
 
 
-def _zero_or_more(text: str) -> float:
+def _network_delay_ms(text: str) -> float:
     value = _number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    if not 0 <= value <= LONGEST_NETWORK_DELAY_MS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to {LONGEST_NETWORK_DELAY_MS} milliseconds")
     return value
 
 

@@ -124,7 +124,7 @@ class Load:
         async with asyncio.TaskGroup() as group:
             for item in items:
                 assert item.at_s is not None, "an open loop sends at given times"
-                if item.at_s >= until_s:
+                if item.at_s >= until_s or self._now_s() >= until_s:
                     break
                 await asyncio.sleep(max(0.0, item.at_s - self._now_s()))
                 group.create_task(self._send(item))

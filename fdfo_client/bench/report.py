@@ -13,6 +13,7 @@ from fdfo_client.bench.measure import Measurement, World
 from fdfo_client.bench.metrics import ServerFigures, Spread, Summary, summarize, ttft_ms
 
 JSON_VERSION = 1
+MOST_ERRORS = 10  # shown in the table; the JSON has all
 _LABEL = 30
 
 
@@ -90,7 +91,10 @@ def table(report: Report) -> list[str]:
     if report.summary.server is not None:
         lines += ["", *_server_rows(report.summary.server)]
     if report.summary.errors:
-        lines += ["", *(f"{count} x {error}" for error, count in report.summary.errors.items())]
+        errors = list(report.summary.errors.items())
+        lines += ["", *(f"{count} x {error}" for error, count in errors[:MOST_ERRORS])]
+        if len(errors) > MOST_ERRORS:
+            lines.append(f"and {len(errors) - MOST_ERRORS} other errors")
     return lines
 
 

@@ -15,6 +15,7 @@ from fdfo_client._errors import InvalidRequest
 from fdfo_client._options import GenerateOptions, build_request
 
 OPTION_NAMES = ("prompt", *GenerateOptions.__annotations__)
+LONGEST_TRACE_S = 366 * 86_400
 TRACE_HEADER = {"fdfo_trace": 1}
 LENGTHS_HELP = "N, LOW:HIGH, normal:MEAN,STD, lognormal:MEAN,SIGMA or gamma:SHAPE,MEAN"
 MAX_LENGTH = 1_000_000
@@ -182,8 +183,9 @@ def read_trace(path: Path) -> list[Item]:
 
 def _trace_item(place: str, fields: dict[str, Any]) -> Item:
     at_s = fields.pop("at_s", None)
-    if not isinstance(at_s, int | float) or isinstance(at_s, bool) or not 0 <= at_s < math.inf:
-        raise InvalidRequest(f"{place}, at_s: must be a number of seconds, 0 or more, not {at_s!r}", "at_s")
+    if not isinstance(at_s, int | float) or isinstance(at_s, bool) or not 0 <= at_s <= LONGEST_TRACE_S:
+        said = f"{at_s!r}"[:40]
+        raise InvalidRequest(f"{place}, at_s: must be 0 to {LONGEST_TRACE_S} seconds (a year), not {said}", "at_s")
     if unknown := sorted(fields.keys() - set(OPTION_NAMES)):
         raise InvalidRequest(f"{place}, {unknown[0]}: no such option; there are {', '.join(OPTION_NAMES)}", unknown[0])
     options = {name: value for name, value in fields.items() if value is not None}

@@ -41,7 +41,7 @@ def test_a_missed_target_is_shown(target: Target, value: float, is_met: bool) ->
     case = derived("case", {"x": [value]}, target)
     assert case.missed() == ([] if is_met else [target])
     assert line(case).endswith(f"[{target}]" + ("" if is_met else "!"))
-    [shown] = to_json({"group": [case]}, 1)["experiments"]["group"]  # type: ignore[index]
+    [shown] = to_json({"group": [case]}, "a machine", 1)["experiments"]["group"]  # type: ignore[index]
     assert shown["runs"] == {"x": [value]}
 
 

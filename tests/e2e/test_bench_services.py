@@ -16,8 +16,8 @@ from worker_svc.simulated import read_profile
 
 
 def test_modes_rounds_and_delay_against_real_services(tmp_path: Path) -> None:
-    """Both modes take the same draws, no less time than the ideal, and FDFO fewer forwards than SYNC; a re-loop has one round a
-    block; rows in place call no allocator, restarted ones do; a delay shows in the round trip."""
+    """Both modes take the same draws, no less time than the ideal, and FDFO fewer forwards than SYNC; a re-loop has one
+    round a block; rows in place call no allocator, restarted ones do; a delay shows in the round trip."""
     prompts = random_prompts(8, 32)
     with Services(tmp_path / "log") as services:
         (worker,) = services.workers(SIMULATED, 4)

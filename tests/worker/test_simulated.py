@@ -227,6 +227,8 @@ def test_the_usual_overshoot_is_measured() -> None:
         ({"forwards_min": 1}, "forwards_min"),
         ({"forwards_max": 34}, "forwards_max"),
         ({"forwards_mean": 0}, "forwards_mean"),
+        ({"forwards_mean": 1e-9}, "forwards_mean"),
+        ({"floor_ms": 1e300}, "floor_ms"),
         ({"forwards_max": 20.5}, "forwards_max"),
         ({"colour": 1}, "colour"),
     ],
