@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -72,41 +73,25 @@ class AsyncClient:
         See `GenerateOptions` for the rest. Cancelling aborts the request.
         """
         events = self.stream(prompt, **options)
-        text: list[str] = []
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        first_unmask_steps: list[int] = []
         started: Started | None = None
-        finished: Finished | None = None
+        parts: dict[int, list[Committed]] = {}
+        samples: dict[int, Completion] = {}
         async with contextlib.aclosing(events):
             async for event in events:
                 match event:
                     case Started():
                         started = event
                     case Committed():
-                        text.append(event.text)
-                        token_ids.extend(event.token_ids)
-                        logprobs.extend(event.logprobs or ())
-                        first_unmask_steps.extend(event.first_unmask_steps or ())
+                        parts.setdefault(event.sample_index, []).append(event)
                     case Finished():
-                        finished = event
-        assert started is not None, "_events refuses such a stream"
-        assert finished is not None, "_events refuses such a stream"
-        return Completion(
-            text="".join(text),
-            token_ids=tuple(token_ids),
-            finish_reason=finished.reason,
-            usage=finished.usage,
-            request_id=started.request_id,
-            seed=started.seed,
-            stop_token_id=finished.stop_token_id,
-            stop_string=finished.stop_string,
-            logprobs=tuple(logprobs) if options.get("logprobs") else None,
-            first_unmask_steps=tuple(first_unmask_steps) if options.get("first_unmask_steps") else None,
-        )
+                        assert started is not None, "_events refuses such a stream"
+                        samples[event.sample_index] = _completion(
+                            started, parts.get(event.sample_index, ()), event, options
+                        )
+        return dataclasses.replace(samples[0], others=tuple(samples[index] for index in range(1, len(samples))))
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event, None]:
-        """The same, event by event: one `Started`, a `Committed` per group of done blocks, one `Finished`.
+        """The same, event by event: one `Started`, a `Committed` per group of done blocks, one `Finished` a sample.
 
         Leaving the loop early aborts the request, at the latest when the generator is closed (`aclose`).
         """
@@ -178,22 +163,21 @@ class AsyncClient:
         for endpoint in endpoints:
             remaining = None if deadline is None else max(deadline - time.monotonic(), 0.001)
             call = endpoint.stub.Generate(request, timeout=remaining)
-            last: Event | None = None
+            order = _Order(request.n or 1, endpoint.target)
             try:
                 with self._typed_errors(endpoint.target):
                     async for response in call:
                         event = event_from_proto(response, request)
                         if event is None:
                             continue
-                        _check_order(last, event, endpoint.target)
-                        last = event
+                        order.check(event)
                         yield event
-                if not isinstance(last, Finished):
+                if not order.is_complete:
                     raise UnexpectedServer(f"{endpoint.target} ended the stream before Finished")
                 return
             except ServerUnavailable:
                 # Before Started nothing was promised, so the next target may have it.
-                if last is not None or endpoint is endpoints[-1]:
+                if order.has_started or endpoint is endpoints[-1]:
                     raise
             finally:
                 call.cancel()  # nothing, once the call has ended
@@ -244,6 +228,47 @@ class AsyncClient:
         return ServerUnavailable(f"the scheduler at {target} ended the call; send the request again")
 
 
-def _check_order(last: Event | None, event: Event, target: str) -> None:
-    if isinstance(last, Finished) or isinstance(event, Started) != (last is None):
-        raise UnexpectedServer(f"{target} sent {type(event).__name__} out of order")
+class _Order:
+    """What a stream may still send: Started first, nothing of a sample after its Finished."""
+
+    def __init__(self, num_samples: int, target: str) -> None:
+        self._num_samples = num_samples
+        self._target = target
+        self._finished: set[int] = set()
+        self.has_started = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.has_started and len(self._finished) == self._num_samples
+
+    def check(self, event: Event) -> None:
+        """Raises UnexpectedServer for an event that may not come now."""
+        if isinstance(event, Started):
+            fits, self.has_started = not self.has_started, True
+        else:
+            index = event.sample_index
+            fits = self.has_started and index < self._num_samples and index not in self._finished
+            if isinstance(event, Finished):
+                self._finished.add(index)
+        if not fits:
+            raise UnexpectedServer(f"{self._target} sent {type(event).__name__} out of order")
+
+
+def _completion(
+    started: Started, parts: Sequence[Committed], finished: Finished, options: GenerateOptions
+) -> Completion:
+    logprobs = tuple(value for part in parts for value in part.logprobs or ())
+    steps = tuple(step for part in parts for step in part.first_unmask_steps or ())
+    return Completion(
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+        finish_reason=finished.reason,
+        usage=finished.usage,
+        request_id=started.request_id,
+        seed=started.seed,
+        stop_token_id=finished.stop_token_id,
+        stop_string=finished.stop_string,
+        logprobs=logprobs if options.get("logprobs") else None,
+        first_unmask_steps=steps if options.get("first_unmask_steps") else None,
+        sample_index=finished.sample_index,
+    )

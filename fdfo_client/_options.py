@@ -37,6 +37,9 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: the model's own stop ids become ordinary tokens.
     algorithm: "LowConfidence" or "JointThreshold"; the server may know more.
     algorithm_params: by name, such as {"threshold": 0.9}.
+    n: 1 to 16 samples of the answer, all from one seed; see `Completion.samples`. At temperature 0 they are equal.
+    priority: a request of a higher one runs earlier, and in the place of lower ones when the server is full; -1000 to
+        1000, 0 by default.
     logprobs: give each token's log probability, by the model's own logits, in the step that last set it.
     first_unmask_steps: give the step of its block, from 0, that first unmasked each token's position.
     request_id: unique among live requests. Default: the server draws one.
@@ -57,6 +60,8 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     algorithm: str | None
     algorithm_params: Mapping[str, float] | None
+    n: int | None
+    priority: int | None
     logprobs: bool
     first_unmask_steps: bool
     request_id: str | None
@@ -66,6 +71,8 @@ class GenerateOptions(TypedDict, total=False):
 
 _FIELDS = (
     "max_new_tokens",
+    "n",
+    "priority",
     "request_id",
     "algorithm",
     "ignore_eos",

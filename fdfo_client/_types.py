@@ -19,7 +19,7 @@ _FINISH_REASONS: dict[pb.FinishReason, FinishReason] = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request cost. Tokens are counted as published; forwards are denoise forwards, prefill and waiting not."""
+    """What a sample cost. Tokens are counted as published; forwards are denoise forwards, prefill and waiting not."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -42,7 +42,7 @@ class Started:
 class Committed:
     """Final text and ids of newly done blocks. They differ in length, never in content, over the whole stream.
 
-    `forwards` counts the forwards this request has had so far. `logprobs` and `first_unmask_steps` have an entry for
+    `forwards` counts the forwards this sample has had so far. `logprobs` and `first_unmask_steps` have an entry for
     each of `token_ids`; None when not asked for.
     """
 
@@ -51,16 +51,18 @@ class Committed:
     forwards: int
     logprobs: tuple[float, ...] | None = None
     first_unmask_steps: tuple[int, ...] | None = None
+    sample_index: int = 0
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event. With reason "stop", `stop_token_id` or `stop_string` says what matched."""
+    """The last event of a sample. With reason "stop", `stop_token_id` or `stop_string` says what matched."""
 
     reason: FinishReason
     usage: Usage
     stop_token_id: int | None = None
     stop_string: str | None = None
+    sample_index: int = 0
 
 
 Event: TypeAlias = Started | Committed | Finished
@@ -71,6 +73,7 @@ class Completion:
     """A whole answer. `seed` repeats it: send it with the same prompt and parameters.
 
     `logprobs` and `first_unmask_steps` have an entry for each of `token_ids`; None when not asked for.
+    Of a request for several samples it is the first; `others` are those after it.
     """
 
     text: str
@@ -83,6 +86,13 @@ class Completion:
     stop_string: str | None = None
     logprobs: tuple[float, ...] | None = None
     first_unmask_steps: tuple[int, ...] | None = None
+    sample_index: int = 0
+    others: tuple[Completion, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Completion, ...]:
+        """All samples in order, this one first."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True)
@@ -168,7 +178,10 @@ def _committed_from_proto(committed: pb.Committed, request: pb.GenerateRequest) 
     for name, values in (("logprobs", logprobs), ("first_unmask_steps", first_unmask_steps)):
         if values is not None and len(values) != len(committed.token_ids):
             raise UnexpectedServer(f"the scheduler gave {len(values)} {name} for {len(committed.token_ids)} tokens")
-    return Committed(committed.text, tuple(committed.token_ids), committed.forwards, logprobs, first_unmask_steps)
+    token_ids = tuple(committed.token_ids)
+    return Committed(
+        committed.text, token_ids, committed.forwards, logprobs, first_unmask_steps, sample_index=committed.sample_index
+    )
 
 
 def _finished_from_proto(finished: pb.Finished) -> Finished:
@@ -181,6 +194,7 @@ def _finished_from_proto(finished: pb.Finished) -> Finished:
         Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.forwards, usage.rounds),
         stop_token_id=finished.stop_token_id if matched == "stop_token_id" else None,
         stop_string=finished.stop_string if matched == "stop_string" else None,
+        sample_index=finished.sample_index,
     )
 
 

@@ -146,11 +146,13 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop-token-id", action="append", type=int, metavar="ID", help="end before this token; several times too")
     add("--ignore-eos", action="store_true", help="go on past the model's own stop tokens")
     _add_algorithm(parser)
+    add("--n", type=int, metavar="N", help="so many samples, up to 16, printed one after the other (1)")
+    add("--priority", type=int, metavar="P", help="requests with a higher one run earlier; -1000 to 1000 (0)")
     add("--parse-special-tokens", action="store_true", help="with --raw: special tokens in the prompt are read as such")
     add("--request-id", metavar="ID", help="name of the request (drawn by the server)")
     add("--timeout", type=float, metavar="SECONDS", help="give up after so long (never)")
     add("--no-stream", dest="stream", action="store_false", help="print the text when it is complete")
-    add("--json", action="store_true", help="print one line of JSON with text, token ids and usage")
+    add("--json", action="store_true", help="print one line of JSON a sample, with text, token ids and usage")
     add("--logprobs", action="store_true", help="with --json: each token's log probability")
     add("--first-unmask-steps", action="store_true", help="with --json: the step that first unmasked each token")
 
@@ -238,6 +240,8 @@ def generate(arguments: argparse.Namespace) -> int:
         "ignore_eos": arguments.ignore_eos,
         "algorithm": arguments.algorithm,
         "algorithm_params": dict(arguments.param or ()),
+        "n": arguments.n,
+        "priority": arguments.priority,
         "logprobs": arguments.logprobs,
         "first_unmask_steps": arguments.first_unmask_steps,
         "request_id": arguments.request_id,
@@ -246,11 +250,18 @@ def generate(arguments: argparse.Namespace) -> int:
     }
     text = prompt if arguments.raw else None
     with Client(arguments.target) as client:
-        if arguments.json or not arguments.stream:
-            completion = client.generate(text, **options)
-            print(json.dumps(dataclasses.asdict(completion)) if arguments.json else completion.text)
-            return _judge(completion)
+        if arguments.json or not arguments.stream or (arguments.n or 1) > 1:
+            samples = client.generate(text, **options).samples
+            for sample in samples:
+                print(_json_line(sample) if arguments.json else sample.text)
+            return max(map(_judge, samples))
         return _print_stream(client, text, options)
+
+
+def _json_line(sample: Completion) -> str:
+    fields = dataclasses.asdict(sample)
+    del fields["others"]
+    return json.dumps(fields)
 
 
 def _print_stream(client: Client, prompt: str | None, options: GenerateOptions) -> int:

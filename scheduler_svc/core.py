@@ -20,6 +20,7 @@ from scheduler_svc.queue import RequestQueue
 from scheduler_svc.request import Request
 from scheduler_svc.round_loop import RoundLoop
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.stream import Stream
 from scheduler_svc.text import TextCodec
 from scheduler_svc.validation import AlgorithmInfo, GenerateSpec, ParamInfo, Rules, check_defaults, parse_generate
 from scheduler_svc.workers import Link, WorkerLink
@@ -34,7 +35,7 @@ class BadDefaults(Exception):
 
 
 class Scheduler:
-    """Takes requests, gives back their events. Everything runs on one event loop."""
+    """Takes requests, gives back their streams. Everything runs on one event loop."""
 
     def __init__(
         self,
@@ -49,9 +50,9 @@ class Scheduler:
         self.settings = settings
         self.scheduler_id = secrets.token_hex(8)
         self.counters = api.SchedulerCounters()
-        self.live: dict[str, Request] = {}
+        self.live: dict[str, Stream] = {}
         self.is_closing = False
-        self.queue = RequestQueue(settings.max_queued_requests)
+        self.queue = RequestQueue(settings.max_queued_requests, self._wake_loops)
         self._codec = TextCodec(folder.path)
         self._outbox = Outbox(hold_events_s)
         self._algorithm = settings.dllm_algorithm
@@ -60,18 +61,20 @@ class Scheduler:
         self._editing_algorithms: set[str] = set()  # not warned of yet
         self._rules_known = asyncio.Event()
         attempts = itertools.count(1)
-        self.loops = [
-            RoundLoop(
-                link=connect(target, self.scheduler_id),
-                queue=self.queue,
-                settings=settings,
-                fingerprint=folder.fingerprint,
-                counters=self.counters,
-                on_info=self._check_worker,
-                attempts=attempts,
+        self.loops: list[RoundLoop] = []
+        for target in settings.worker_targets:
+            self.loops.append(
+                RoundLoop(
+                    link=connect(target, self.scheduler_id),
+                    queue=self.queue,
+                    settings=settings,
+                    fingerprint=folder.fingerprint,
+                    counters=self.counters,
+                    on_info=self._check_worker,
+                    attempts=attempts,
+                    loops=self.loops,
+                )
             )
-            for target in settings.worker_targets
-        ]
 
     async def run(self) -> None:
         """Drive all workers; returns only by an exception, which is a bug."""
@@ -83,9 +86,9 @@ class Scheduler:
     def has_worker(self) -> bool:
         return any(loop.is_ready for loop in self.loops)
 
-    async def submit(self, message: api.GenerateRequest) -> Request:
-        """Check a request and queue it; its first event is Started. Raises a ServiceError. Until a first worker
-        has told what it can do, this waits."""
+    async def submit(self, message: api.GenerateRequest) -> Stream:
+        """Check a request and queue its samples; its first event is Started. Raises a ServiceError. Until a first
+        worker has told what it can do, this waits."""
         await self._rules_known.wait()
         if self.is_closing:
             raise Unavailable("the scheduler is shutting down; send the request again")
@@ -96,19 +99,21 @@ class Scheduler:
         if spec.request_id in self.live:
             raise AlreadyLive(spec.request_id)
         self._warn_of_editing(spec.algorithm)
-        request = self._new_request(spec)
-        queue_position = self.queue.push(request)
-        self.live[spec.request_id] = request
+        stream = self._new_stream(spec)
+        queue_position = self.queue.push([sample for sample in stream.samples if sample not in stream.held])
+        self.live[spec.request_id] = stream
         started = api.Started(
             request_id=spec.request_id,
-            seed=request.seed,
+            seed=stream.samples[0].seed,
             queue_position=queue_position,
             prompt_tokens=len(spec.prompt_ids),
         )
-        self._outbox.put(request.events, api.GenerateResponse(started=started))
+        stream.put(api.GenerateResponse(started=started))
+        return stream
+
+    def _wake_loops(self) -> None:
         for loop in self.loops:
             loop.wake()
-        return request
 
     def _warn_of_editing(self, algorithm: str) -> None:
         """Say once that an algorithm edits: no configuration tells whether a checkpoint was trained for that."""
@@ -120,11 +125,23 @@ class Scheduler:
                 hint="its edits mean something only on checkpoints trained for editing, as LLaDA2.1; LLaDA2.0 is not",
             )
 
-    def _new_request(self, spec: GenerateSpec) -> Request:
+    def _new_stream(self, spec: GenerateSpec) -> Stream:
+        """The samples of a request. They differ in their index only, which every draw depends on beside the seed.
+
+        A prompt with a whole block is computed once: the samples after the first are held until it is in the cache.
+        """
+        stream = Stream(spec.request_id, self._outbox)
+        seed = secrets.randbits(63) if spec.sampling.seed is None else spec.sampling.seed
+        stream.samples = [self._new_request(spec, seed, stream, index) for index in range(spec.num_samples)]
+        if len(spec.prompt_ids) >= self.folder.block_size:
+            stream.held = stream.samples[1:]
+        return stream
+
+    def _new_request(self, spec: GenerateSpec, seed: int, stream: Stream, sample_index: int) -> Request:
         stop_ids = () if spec.ignore_eos else self.folder.stop_token_ids
         return Request(
             spec=spec,
-            seed=secrets.randbits(63) if spec.sampling.seed is None else spec.sampling.seed,
+            seed=seed,
             block_size=self.folder.block_size,
             mask_token_id=self.folder.mask_token_id,
             committer=OutputCommitter(
@@ -136,25 +153,27 @@ class Scheduler:
                 max_new_tokens=spec.max_new_tokens,
             ),
             worker_stop_ids=sorted({*stop_ids, *spec.request_stop_ids}),
-            outbox=self._outbox,
+            stream=stream,
+            sample_index=sample_index,
         )
 
     def abort(self, request_id: str) -> bool:
         """End a request with reason ABORT, in whatever phase; False if it is not live."""
-        request = self.live.get(request_id)
-        if request is None or request.is_finished:
+        stream = self.live.get(request_id)
+        if stream is None or stream.is_finished:
             return False
-        request.finish(api.Finished(reason=api.FINISH_REASON_ABORT))
+        for sample in stream.samples:
+            sample.finish(api.Finished(reason=api.FINISH_REASON_ABORT))
         self.counters.requests_aborted += 1
-        self._drop(request)
+        self._drop(stream)
         return True
 
-    def leave(self, request: Request) -> None:
-        """The request's reader is gone or has read the last event."""
-        self.abort(request.spec.request_id)
-        self.counters.published_tokens += request.published_tokens
+    def leave(self, stream: Stream) -> None:
+        """The stream's reader is gone or has read the last event."""
+        self.abort(stream.request_id)
+        self.counters.published_tokens += stream.cost()["published_tokens"]
         self.counters.requests_finished += 1
-        del self.live[request.spec.request_id]
+        del self.live[stream.request_id]
 
     async def close(self, grace_s: float) -> None:
         """Take no new request; let the live ones finish within the grace time, then end the rest with an error."""
@@ -163,14 +182,16 @@ class Scheduler:
         deadline = asyncio.get_running_loop().time() + grace_s
         while self.live and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(CLOSE_POLL_S)
-        for request in self.live.values():
-            request.fail(Unavailable("the scheduler is shutting down; send the request again"))
-            self._drop(request)
+        for stream in self.live.values():
+            stream.fail(Unavailable("the scheduler is shutting down; send the request again"))
+            self._drop(stream)
 
-    def _drop(self, request: Request) -> None:
-        self.queue.remove(request)
-        for loop in self.loops:
-            loop.release(request)
+    def _drop(self, stream: Stream) -> None:
+        stream.held.clear()
+        for sample in stream.samples:
+            self.queue.remove(sample)
+            for loop in self.loops:
+                loop.release(sample)
 
     def _check_worker(self, info: pb.GetWorkerInfoResponse) -> None:
         """Learn what a worker can do; raises ValueError for one that does not serve our model,

@@ -7,11 +7,11 @@ processor as long as a round's whole way to the worker; the round goes first, be
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from scheduler_svc.request import Event
+from common.errors import ServiceError
+from fdfo.scheduler.v1 import scheduler_pb2 as api
 
+Event = api.GenerateResponse | ServiceError
 HOLD_S = 0.001
 
 

@@ -1,8 +1,13 @@
-"""Who is next: first in, first out, bounded; requests that lost their place go back to the front."""
+"""Who is next: higher classes first, first in first out within a class, bounded.
+
+Requests that lost their place go back to the front of their class. Every operation takes a time that depends on the
+number of classes, not on the number of requests.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from common.errors import QueueFull
@@ -14,33 +19,56 @@ RETRY_AFTER_S = 1.0
 
 
 class RequestQueue:
-    """Waiting requests in the order in which they start."""
+    """Waiting requests, each sample one, in the order in which they start. `on_put` is called when some were added."""
 
-    def __init__(self, max_queued: int) -> None:
-        self._waiting: deque[Request] = deque()
+    def __init__(self, max_queued: int, on_put: Callable[[], None] = lambda: None) -> None:
+        self._classes: dict[int, OrderedDict[Request, None]] = {}  # priority to its requests; never an empty one
+        self._num_waiting = 0
         self._max_queued = max_queued
+        self._on_put = on_put
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._num_waiting
 
-    def push(self, request: Request) -> int:
-        """Add a new request at the end; returns how many are before it. Raises QueueFull."""
-        if len(self._waiting) >= self._max_queued:
+    def push(self, samples: Sequence[Request]) -> int:
+        """Add the samples of a new request at the end of their class; returns how many are before them. Raises
+        QueueFull; the last request that finds a place brings all its samples."""
+        if self._num_waiting >= self._max_queued:
             raise QueueFull(RETRY_AFTER_S)
-        self._waiting.append(request)
-        return len(self._waiting) - 1
+        lowest = samples[0].priority
+        position = sum(len(waiting) for priority, waiting in self._classes.items() if priority >= lowest)
+        for sample in samples:
+            self._put(sample)
+        self._on_put()
+        return position
 
-    def push_front(self, requests: list[Request]) -> None:
-        """Put back requests that had started, in their order. Never refused: they were admitted once."""
-        self._waiting.extendleft(reversed(requests))
+    def push_front(self, requests: Sequence[Request]) -> None:
+        """Put requests before all others of their class, in their order. Never refused: they were admitted once."""
+        for request in reversed(requests):
+            self._put(request)
+            self._classes[request.priority].move_to_end(request, last=False)
+        if requests:
+            self._on_put()
+
+    def _put(self, request: Request) -> None:
+        self._classes.setdefault(request.priority, OrderedDict())[request] = None
+        self._num_waiting += 1
 
     def first(self) -> Request | None:
-        return self._waiting[0] if self._waiting else None
+        return next(iter(self._classes[max(self._classes)])) if self._classes else None
 
     def pop(self) -> Request:
-        return self._waiting.popleft()
+        """Take the first one, which must be there."""
+        request = self.first()
+        assert request is not None
+        self.remove(request)
+        return request
 
     def remove(self, request: Request) -> None:
         """Forget a waiting request; nothing happens if it does not wait."""
-        if request in self._waiting:
-            self._waiting.remove(request)
+        waiting = self._classes.get(request.priority)
+        if waiting is not None and request in waiting:
+            del waiting[request]
+            self._num_waiting -= 1
+            if not waiting:
+                del self._classes[request.priority]

@@ -1,29 +1,28 @@
-"""A request and its life: all that is needed to go on with it on any worker, in mid-block.
+"""One sample of a request and its life: all that is needed to go on with it on any worker, in mid-block.
 
 queued  --start-->  running (on one worker)  --last block or abort-->  finished
-   ^-------- worker lost, no KV space ---------|
+   ^------- worker lost, preempted ------------|
 """
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
-from common.errors import ServiceError
 from common.packing import pack_bits, pack_ids
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.commit import Finish, OutputCommitter, Published
-from scheduler_svc.outbox import Outbox
 from scheduler_svc.replies import DoneBlock, Snapshot, read_snapshot
+from scheduler_svc.stream import Stream
 from scheduler_svc.validation import GenerateSpec
 
-Event = api.GenerateResponse | ServiceError
+RowName = tuple[str, int]  # request id and sample index
 
 
 @dataclass(eq=False)
 class Request:
-    """One live request. `attempt` rises with its every start on a worker; a reply of another attempt is dropped."""
+    """One sample of a live request: a row. `attempt` rises with its every start on a worker; a reply of another
+    attempt is dropped."""
 
     spec: GenerateSpec
     seed: int
@@ -31,8 +30,10 @@ class Request:
     mask_token_id: int
     committer: OutputCommitter
     worker_stop_ids: list[int]
-    outbox: Outbox
+    stream: Stream
+    sample_index: int = 0
     attempt: int = 0
+    num_preemptions: int = 0
     committed_ids: list[int] = field(default_factory=list)  # all generated tokens of done blocks
     first_unmask_steps: list[int] = field(default_factory=list)  # of committed_ids, on request
     logprobs: list[float] = field(default_factory=list)  # likewise
@@ -43,7 +44,6 @@ class Request:
     num_told_ids: int = 0  # committed ids that a message carried
     cached_tokens: int = 0
     is_finished: bool = False
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     _incomplete: Snapshot = field(init=False)
     _unread: tuple[pb.RowReplies, int] | None = None  # a newer one, in the reply that brought it
 
@@ -57,6 +57,16 @@ class Request:
         ids = pack_ids(known_ids + [self.mask_token_id] * num_masked)
         mask = pack_bits([False] * len(known_ids) + [True] * num_masked)
         self._incomplete, self._unread = Snapshot(self.block_index, ids, mask, 0, b""), None
+
+    @property
+    def name(self) -> RowName:
+        """What tells it from the other rows of this scheduler."""
+        return (self.spec.request_id, self.sample_index)
+
+    @property
+    def priority(self) -> int:
+        """Its class; a higher one runs earlier."""
+        return self.spec.priority
 
     @property
     def incomplete(self) -> Snapshot:
@@ -88,6 +98,7 @@ class Request:
         sampling, block = self.spec.sampling, self.incomplete
         return pb.StartRow(
             request_id=self.spec.request_id,
+            sample_index=self.sample_index,
             attempt=self.attempt,
             prompt_length=len(self.spec.prompt_ids),
             prefix_ids=pack_ids(prefix),
@@ -131,7 +142,7 @@ class Request:
         self._set_fresh_block([])
         published = self.committer.push(new_ids)
         if published.text or published.token_ids:
-            self.outbox.put(self.events, api.GenerateResponse(committed=self._committed(published)))
+            self.stream.put(api.GenerateResponse(committed=self._committed(published)))
         if self.committer.finish is not None:
             self.finish(_finished(self.committer.finish))
         return True
@@ -148,12 +159,14 @@ class Request:
             committed_ids=self.committed_ids[told_ids:],
             logprobs=self.logprobs[records] if self.spec.logprobs else (),
             first_unmask_steps=self.first_unmask_steps[records] if self.spec.first_unmask_steps else (),
+            sample_index=self.sample_index,
         )
 
     def finish(self, finished: api.Finished) -> None:
-        """The one terminal event; a second one is ignored."""
+        """The sample's one terminal event; a second one is ignored."""
         if not self.is_finished:
             self.is_finished = True
+            finished.sample_index = self.sample_index
             finished.usage.CopyFrom(
                 api.Usage(
                     prompt_tokens=len(self.spec.prompt_ids),
@@ -163,13 +176,7 @@ class Request:
                     rounds=self.rounds,
                 )
             )
-            self.outbox.put(self.events, api.GenerateResponse(finished=finished))
-
-    def fail(self, error: ServiceError) -> None:
-        """End with an error instead of Finished."""
-        if not self.is_finished:
-            self.is_finished = True
-            self.outbox.put(self.events, error)
+            self.stream.put(api.GenerateResponse(finished=finished))
 
 
 def _finished(finish: Finish) -> api.Finished:

@@ -28,22 +28,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def Generate(self, message: api.GenerateRequest, context: Context) -> None:
         try:
-            request = await self._scheduler.submit(message)
+            stream = await self._scheduler.submit(message)
         except ServiceError as error:
             await abort_with(context, error)
-        structlog.contextvars.bind_contextvars(request_id=request.spec.request_id)
-        log.info("request_queued", prompt_tokens=len(request.spec.prompt_ids), algorithm=request.spec.algorithm)
+        structlog.contextvars.bind_contextvars(request_id=stream.request_id)
+        spec, samples = stream.samples[0].spec, stream.samples
+        log.info("request_queued", prompt_tokens=len(spec.prompt_ids), algorithm=spec.algorithm, samples=len(samples))
         try:
-            while True:
-                event = await request.events.get()
-                if isinstance(event, ServiceError):
-                    await abort_with(context, event)
+            async for event in stream.read():
                 await context.write(event)
-                if event.WhichOneof("event") == "finished":
-                    return
+        except ServiceError as error:
+            await abort_with(context, error)
         finally:  # also when the client is gone
-            self._scheduler.leave(request)
-            log.info("request_left", forwards=request.forwards, published_tokens=request.published_tokens)
+            self._scheduler.leave(stream)
+            log.info("request_left", **stream.cost())
 
     async def Abort(self, message: api.AbortRequest, context: Context) -> api.AbortResponse:
         return api.AbortResponse(aborted=sum(self._scheduler.abort(name) for name in message.request_ids))

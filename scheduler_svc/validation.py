@@ -20,6 +20,8 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_TEMPERATURE = 2.0
+MAX_SAMPLES = 16
+MAX_PRIORITY = 1000
 # Draws are keyed by a signed 64-bit number on the device.
 MAX_SEED = 2**63 - 1
 ROLES = ("system", "user", "assistant", "tool")
@@ -27,8 +29,6 @@ ROLES = ("system", "user", "assistant", "tool")
 # Field to (the value that asks for nothing, why it is refused). None: every value asks for something.
 UNSUPPORTED: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
-        "n": (1, "one sample per request is served; send several requests with different seeds"),
-        "priority": (0, "requests have no priorities yet"),
         "provisional_every_forwards": (None, "snapshots of incomplete blocks are not served yet"),
         "resume": (None, "resuming is not served yet"),
         "json_schema": ("", "constrained output is not served: a block is filled in any order"),
@@ -102,6 +102,8 @@ class GenerateSpec:
     ignore_eos: bool
     algorithm: str
     algorithm_params: dict[str, float]
+    num_samples: int = 1
+    priority: int = 0
     logprobs: bool = False
     first_unmask_steps: bool = False
 
@@ -111,6 +113,7 @@ def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> Gene
     _refuse_unknown_fields(request, "")
     _refuse_unsupported(request)
     _check_request_id(request.request_id)
+    num_samples, priority = _num_samples(request), _priority(request)
     sampling = _sampling(request.sampling, rules.folder.vocab_size)
     stop_strings = _stop_strings(request.stop)
     request_stop_ids = _request_stop_ids(request.stop_token_ids, rules.folder.vocab_size)
@@ -130,6 +133,8 @@ def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> Gene
         ignore_eos=request.ignore_eos,
         algorithm=algorithm,
         algorithm_params=algorithm_params,
+        num_samples=num_samples,
+        priority=priority,
         logprobs=request.logprobs,
         first_unmask_steps=request.first_unmask_steps,
     )
@@ -171,6 +176,19 @@ def _check_request_id(request_id: str) -> None:
         )
     if any(unicodedata.category(char) == "Cc" for char in request_id):
         raise InvalidField("request_id", "must not contain control characters")
+
+
+def _num_samples(request: scheduler_pb2.GenerateRequest) -> int:
+    num_samples = request.n if request.HasField("n") else 1
+    if not 1 <= num_samples <= MAX_SAMPLES:
+        raise InvalidField("n", f"must be from 1 to {MAX_SAMPLES}, not {num_samples}")
+    return num_samples
+
+
+def _priority(request: scheduler_pb2.GenerateRequest) -> int:
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise InvalidField("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {request.priority}")
+    return request.priority
 
 
 def _sampling(sampling: scheduler_pb2.SamplingParams, vocab_size: int) -> Sampling:

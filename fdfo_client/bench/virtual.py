@@ -23,7 +23,7 @@ from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo_client._errors import DeadlineExceeded, InvalidRequest
 from fdfo_client._options import build_request
-from fdfo_client._types import Event, Finished, ServerCounters, ServerInfo, event_from_proto, server_info_from_proto
+from fdfo_client._types import Event, ServerCounters, ServerInfo, event_from_proto, server_info_from_proto
 from fdfo_client.bench.load import Load
 from fdfo_client.bench.measure import Measurement, World, measure
 from fdfo_client.bench.virtual_time import run_virtually
@@ -209,23 +209,22 @@ async def _stream(scheduler: Scheduler, options: dict[str, Any]) -> AsyncIterato
     rest: Any = {name: value for name, value in options.items() if name != "prompt"}
     message, timeout_s = build_request(options.get("prompt"), rest)
     deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-    request = await scheduler.submit(message)
+    live = await scheduler.submit(message)
+    responses = live.read()
     try:
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
-                    response = await request.events.get()
+                    response = await anext(responses, None)
             except TimeoutError:
                 raise DeadlineExceeded("the timeout passed; give a longer timeout, or ask for fewer tokens") from None
-            if isinstance(response, ServiceError):
-                raise response
+            if response is None:
+                return
             event = event_from_proto(response, message)
             assert event is not None, "the scheduler is of this version"
             yield event
-            if isinstance(event, Finished):
-                return
     finally:
-        scheduler.leave(request)
+        scheduler.leave(live)
 
 
 def replay_virtually(

@@ -60,6 +60,17 @@ def test_generate_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert completion["usage"]["forwards"] == 5
 
 
+def test_generate_prints_every_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    """--n prints the samples in order, as text or as a line of JSON each."""
+    steps: list[Step] = [started(), committed("b", [2], sample_index=1), finished(sample_index=1)]
+    fake = FakeScheduler(lambda request: [*steps, committed("a", [1]), finished()])
+    assert run("generate", "Hi", "--n", "2", fake=fake) == 0
+    assert capsys.readouterr().out == "a\nb\n"
+    assert run("generate", "Hi", "--n", "2", "--json", fake=fake) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["sample_index"], line["text"]) for line in lines] == [(0, "a"), (1, "b")]
+
+
 def test_records_are_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     """--logprobs and --first-unmask-steps ask for values and print them; left out they are null."""
     values = committed("ab", [5, 6], logprobs=[-0.5, -2.0], first_unmask_steps=[3, 0])
@@ -108,7 +119,7 @@ def test_every_flag_reaches_the_request() -> None:
     flags = (
         "--max-new-tokens 5 --temperature 0.5 --top-p 0.25 --top-k 4 --min-p 0.125 --seed 0 --stop a --stop b "
         "--stop-token-id 1 --stop-token-id 2 --ignore-eos --algorithm JointThreshold --param threshold=0.75 "
-        "--param max_post_edit_steps=2 --request-id mine --parse-special-tokens --timeout 60 --raw"
+        "--param max_post_edit_steps=2 --n 1 --priority -3 --request-id mine --parse-special-tokens --timeout 60 --raw"
     )
     assert run("generate", "Hi", *flags.split(), fake=fake) == 0
     assert fake.requests == [
@@ -122,6 +133,8 @@ def test_every_flag_reaches_the_request() -> None:
             ignore_eos=True,
             algorithm="JointThreshold",
             algorithm_params={"threshold": 0.75, "max_post_edit_steps": 2},
+            n=1,
+            priority=-3,
             parse_special_tokens=True,
         )
     ]

@@ -87,6 +87,42 @@ def test_generate_puts_the_events_together() -> None:
     assert completion.usage == Usage(4, 3, 0, 6, 5)
 
 
+def several(request: pb.GenerateRequest) -> list[Step]:
+    """A script for two samples whose events come mixed."""
+    return [
+        started("abc", seed=9),
+        committed("c", [7], sample_index=1),
+        committed("a", [5], sample_index=0),
+        committed("d", [8], sample_index=1),
+        finished(pb.FINISH_REASON_STOP, usage=pb.Usage(forwards=4), stop_token_id=2, sample_index=1),
+        committed("b", [6], sample_index=0),
+        finished(usage=pb.Usage(forwards=6)),
+    ]
+
+
+def test_generate_puts_samples_together() -> None:
+    """Each sample has its own text, end and cost; the completion is the first, with the others behind it."""
+    with client_of(FakeScheduler(several)) as client:
+        completion = client.generate("x", n=2)
+        events = list(client.stream("x", n=2))
+    first, second = completion.samples
+    assert first is completion
+    assert (first.text, first.token_ids, first.finish_reason) == ("ab", (5, 6), "length")
+    assert (second.text, second.token_ids, second.stop_token_id) == ("cd", (7, 8), 2)
+    assert [(sample.sample_index, sample.usage.forwards) for sample in completion.samples] == [(0, 6), (1, 4)]
+    assert [event.sample_index for event in events if not isinstance(event, Started)] == [1, 0, 1, 1, 0, 0]
+
+
+def test_a_stream_without_the_finish_of_a_sample() -> None:
+    """It is not taken for an answer, nor is one that goes on with a sample after its end."""
+    steps = several(pb.GenerateRequest())
+    with client_of(FakeScheduler(script(*steps[:-1]))) as client, pytest.raises(UnexpectedServer, match="before Fini"):
+        client.generate("x", n=2)
+    steps.insert(-1, committed("e", [9], sample_index=1))
+    with client_of(FakeScheduler(script(*steps))) as client, pytest.raises(UnexpectedServer, match="out of order"):
+        client.generate("x", n=2)
+
+
 @pytest.mark.parametrize(
     ("reason", "name"),
     [(pb.FINISH_REASON_STOP, "stop"), (pb.FINISH_REASON_LENGTH, "length"), (pb.FINISH_REASON_ABORT, "abort")],
@@ -114,6 +150,8 @@ def test_every_option_reaches_the_request() -> None:
             ignore_eos=True,
             algorithm="JointThreshold",
             algorithm_params={"threshold": 0.75},
+            n=1,
+            priority=-3,
             logprobs=True,
             first_unmask_steps=True,
             request_id="mine",
@@ -131,6 +169,8 @@ def test_every_option_reaches_the_request() -> None:
             ignore_eos=True,
             algorithm="JointThreshold",
             algorithm_params={"threshold": 0.75},
+            n=1,
+            priority=-3,
             parse_special_tokens=True,
             logprobs=True,
             first_unmask_steps=True,
@@ -188,6 +228,8 @@ def test_the_three_kinds_of_prompt() -> None:
         ("x", {"stop": [1]}, "stop"),
         ("x", {"stop_token_ids": [-1]}, "stop_token_ids"),
         ("x", {"algorithm_params": {"threshold": "high"}}, "algorithm_params"),
+        ("x", {"n": -1}, "n"),
+        ("x", {"priority": 2**31}, "priority"),
         ("x", {"timeout": 0}, "timeout"),
         ("x", {"timeout": float("nan")}, "timeout"),
     ],
@@ -349,6 +391,8 @@ def test_no_second_target_once_started() -> None:
         ([committed("a", [1])], "out of order"),
         ([started(), started()], "out of order"),
         ([started(), finished(), committed("a", [1])], "out of order"),
+        ([started(), finished(), finished()], "out of order"),
+        ([started(), finished(sample_index=1)], "out of order"),
         ([started(), finished(pb.FINISH_REASON_UNSPECIFIED)], "finish reason"),
     ],
 )

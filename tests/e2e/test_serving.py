@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fdfo_client import AsyncClient, Finished, RequestExists, Started
+from fdfo_client import AsyncClient, Client, Finished, RequestExists, Started
 from tests.e2e.served import (
     MODEL,
     POLL_S,
@@ -94,6 +94,21 @@ def test_company_changes_nothing(served: Served) -> None:
     assert answers(together) == answers(run_alone(served.target, requests))
     assert {completion.finish_reason for completion in together} == {"stop", "length"}
     assert any(completion.stop_string is not None for completion in together)
+    wait_until_idle(served, 5)
+
+
+def test_samples_and_priorities_over_the_wire(served: Served) -> None:
+    """Samples differ, the same seed gives them again in another class, and the first is what one alone would be."""
+    (prompt,) = problems()[:1]
+    request: Options = {**chat(prompt), "ignore_eos": True, "temperature": 1.5, "seed": 3}
+    with Client(served.target) as client:
+        samples = client.generate(**request, n=3).samples
+        again = client.generate(**request, n=3, priority=5).samples
+        alone = client.generate(**request)
+    assert [sample.sample_index for sample in samples] == [0, 1, 2]
+    assert len({sample.token_ids for sample in samples}) == 3
+    assert [sample.token_ids for sample in again] == [sample.token_ids for sample in samples]
+    assert alone.token_ids == samples[0].token_ids
     wait_until_idle(served, 5)
 
 

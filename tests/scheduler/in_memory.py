@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import torch
+
+from common.model_folder import read_model_folder
+from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo_client.bench.virtual import LoopLink
+from scheduler_svc.core import Scheduler
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.stream import Stream
 from scheduler_svc.workers import WorkerLost
+from tests.worker.scripted import BLOCK, FILL, VOCAB, ScriptedRunner
 from worker_svc.denoise import DenoiseLoop
+from worker_svc.kv.store import KVStore
+from worker_svc.model_runner import ForwardInput
 
 EVENT_LOOP_PASSES_A_FORWARD = 12
+FOLDER = dataclasses.replace(read_model_folder("models/tiny-llada2"), fingerprint="scripted", context_length=1024)
 
 
 class InMemoryLink(LoopLink):
@@ -54,3 +68,94 @@ class InMemoryLink(LoopLink):
                 self.loop.tick()
             for _ in range(EVENT_LOOP_PASSES_A_FORWARD):
                 await asyncio.sleep(0)
+
+
+class Bench:
+    """A scheduler and its workers, for the time of one test."""
+
+    def __init__(self, *loops: DenoiseLoop, **settings: object) -> None:
+        targets = ",".join(f"127.0.0.1:{number + 1}" for number in range(len(loops)))
+        values = {"model_path": Path("models/tiny-llada2"), "workers": targets, **settings}
+        self.links: list[InMemoryLink] = []
+
+        def connect(target: str, scheduler_id: str) -> InMemoryLink:
+            self.links.append(InMemoryLink(loops[len(self.links)], scheduler_id, FOLDER.context_length))
+            return self.links[-1]
+
+        self.scheduler = Scheduler(FOLDER, SchedulerSettings(**values), {}, connect, 0.0)  # type: ignore[arg-type]
+
+    async def submit(self, request_id: str, prompt: list[int], max_new_tokens: int = 40, **fields: object) -> Stream:
+        message = api.GenerateRequest(
+            request_id=request_id,
+            prompt_ids=api.TokenIds(ids=prompt),
+            max_new_tokens=max_new_tokens,
+            **fields,  # type: ignore[arg-type]
+        )
+        return await self.scheduler.submit(message)
+
+    async def read(self, stream: Stream) -> tuple[list[int], api.Finished]:
+        """All published ids and the last event of a request with one sample."""
+        (answer,) = await self.read_all(stream)
+        return answer
+
+    async def read_all(self, stream: Stream) -> list[tuple[list[int], api.Finished]]:
+        """The same of all samples."""
+        ids: list[list[int]] = [[] for _ in stream.samples]
+        finished: dict[int, api.Finished] = {}
+        try:
+            async for event in stream.read():
+                if event.HasField("committed"):
+                    assert event.committed.token_ids or event.committed.text, "an empty message"
+                    assert event.committed.sample_index not in finished
+                    ids[event.committed.sample_index] += event.committed.token_ids
+                if event.HasField("finished"):
+                    finished[event.finished.sample_index] = event.finished
+        finally:
+            self.scheduler.leave(stream)
+        return [(ids[index], finished[index]) for index in range(len(ids))]
+
+
+def play(bench: Bench, scene: Callable[[], Awaitable[None]]) -> None:
+    """Run the scene with scheduler and devices going."""
+
+    async def all_of_it() -> None:
+        tasks = [asyncio.create_task(bench.scheduler.run())]
+        tasks += [asyncio.create_task(link.drive()) for link in bench.links]
+        scene_task = asyncio.ensure_future(scene())
+        await asyncio.wait_for(asyncio.wait({scene_task, *tasks}, return_when=asyncio.FIRST_COMPLETED), 20)
+        for task in tasks:
+            assert not task.done(), task.exception()
+            task.cancel()
+        await scene_task
+
+    asyncio.run(all_of_it())
+
+
+def expected(prompt_length: int, count: int) -> list[int]:
+    return [FILL + position % 8 for position in range(prompt_length, prompt_length + count)]
+
+
+class ContextRunner(ScriptedRunner):
+    """Logits that depend on every token before and in the block, by way of the pool: a wrong page or a lost token
+    changes all that follows."""
+
+    _table = torch.randn(997, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+
+    def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
+        for unit, (slot, block) in enumerate(zip(inputs.slots.tolist(), inputs.block_index.tolist(), strict=True)):
+            self._flat(kv, slot, block)[:] = inputs.ids[unit].float()
+        logits = []
+        for unit in inputs.logits_units.tolist():
+            blocks = [self._flat(kv, int(inputs.slots[unit]), block) for block in range(int(inputs.block_index[unit]))]
+            seen = torch.cat([*blocks, inputs.ids[unit].float()]).long()
+            number = int((seen * torch.arange(3, 3 + len(seen))).sum())
+            logits.append(self._table[(number + torch.arange(BLOCK)) % len(self._table)])
+        return torch.stack(logits) if logits else torch.zeros(0, BLOCK, VOCAB)
+
+    @staticmethod
+    def _flat(kv: KVStore, slot: int, block: int) -> torch.Tensor:
+        """Where the pool keeps the block of a slot."""
+        page = int(kv.page_table[slot, block * BLOCK // kv.page_size])
+        assert page != 0, "a block without a page"
+        first = block * BLOCK % kv.page_size
+        return kv.k[0, page, first : first + BLOCK, 0, 0]

@@ -4,83 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import structlog.testing
 
 from common.errors import AlreadyLive, InvalidField, QueueFull, ServiceError, Unavailable
-from common.model_folder import read_model_folder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.core import BadDefaults, Scheduler
-from scheduler_svc.request import Request
 from scheduler_svc.settings import SchedulerSettings
-from tests.scheduler.in_memory import InMemoryLink
-from tests.worker.scripted import BAD, BLOCK, FILL, Clock, ScriptedRunner, assert_whole, effort, make_loop
-from worker_svc.denoise import DenoiseLoop
-
-FOLDER = dataclasses.replace(read_model_folder("models/tiny-llada2"), fingerprint="scripted", context_length=1024)
-
-
-class Bench:
-    """A scheduler and its workers, for the time of one test."""
-
-    def __init__(self, *loops: DenoiseLoop, **settings: object) -> None:
-        targets = ",".join(f"127.0.0.1:{number + 1}" for number in range(len(loops)))
-        values = {"model_path": Path("models/tiny-llada2"), "workers": targets, **settings}
-        self.links: list[InMemoryLink] = []
-
-        def connect(target: str, scheduler_id: str) -> InMemoryLink:
-            self.links.append(InMemoryLink(loops[len(self.links)], scheduler_id, FOLDER.context_length))
-            return self.links[-1]
-
-        self.scheduler = Scheduler(FOLDER, SchedulerSettings(**values), {}, connect, 0.0)  # type: ignore[arg-type]
-
-    async def submit(self, request_id: str, prompt: list[int], max_new_tokens: int = 40, **fields: object) -> Request:
-        message = api.GenerateRequest(
-            request_id=request_id,
-            prompt_ids=api.TokenIds(ids=prompt),
-            max_new_tokens=max_new_tokens,
-            **fields,  # type: ignore[arg-type]
-        )
-        return await self.scheduler.submit(message)
-
-    async def read(self, request: Request) -> tuple[list[int], api.Finished]:
-        """All published ids and the last event."""
-        ids: list[int] = []
-        while True:
-            event = await request.events.get()
-            if isinstance(event, ServiceError):
-                self.scheduler.leave(request)
-                raise event
-            if event.HasField("committed"):
-                assert event.committed.token_ids or event.committed.text, "an empty message"
-                ids += event.committed.token_ids
-            if event.HasField("finished"):
-                self.scheduler.leave(request)
-                return ids, event.finished
-
-
-def play(bench: Bench, scene: Callable[[], Awaitable[None]]) -> None:
-    """Run the scene with scheduler and devices going."""
-
-    async def all_of_it() -> None:
-        tasks = [asyncio.create_task(bench.scheduler.run())]
-        tasks += [asyncio.create_task(link.drive()) for link in bench.links]
-        scene_task = asyncio.ensure_future(scene())
-        await asyncio.wait_for(asyncio.wait({scene_task, *tasks}, return_when=asyncio.FIRST_COMPLETED), 20)
-        for task in tasks:
-            assert not task.done(), task.exception()
-            task.cancel()
-        await scene_task
-
-    asyncio.run(all_of_it())
-
-
-def expected(prompt_length: int, count: int) -> list[int]:
-    return [FILL + position % 8 for position in range(prompt_length, prompt_length + count)]
+from tests.scheduler.in_memory import FOLDER, Bench, InMemoryLink, expected, play
+from tests.worker.scripted import BAD, BLOCK, Clock, ScriptedRunner, assert_whole, effort, make_loop
 
 
 @pytest.mark.parametrize("fdfo", [True, False])
@@ -187,7 +122,7 @@ def test_a_lost_worker_is_continued_in_mid_block_on_the_restarted_one() -> None:
         link.is_dead = True
         while len(bench.scheduler.queue) < 3:
             await asyncio.sleep(0)
-        assert [request.incomplete.step_count for request in requests] == [before] * 3 or before >= 5
+        assert [request.samples[0].incomplete.step_count for request in requests] == [before] * 3 or before >= 5
         link.loop, link.is_dead = make_loop(), False
         for request in requests:
             ids, finished = await bench.read(request)
@@ -255,7 +190,7 @@ def test_ids_stay_unique_while_live_and_may_come_again() -> None:
         again = await bench.submit("same", effort(2), 31)
         assert (await bench.read(again))[0] == expected(1, 31)
         one, two = await bench.submit("", effort(2)), await bench.submit("", effort(2))
-        assert one.spec.request_id != two.spec.request_id
+        assert one.request_id != two.request_id
         await asyncio.gather(bench.read(one), bench.read(two))
 
     play(bench, scene)
@@ -373,7 +308,7 @@ def test_messages_carry_all_newly_committed_ids() -> None:
             if event.HasField("finished"):
                 break
         bench.scheduler.leave(request)
-        assert told == request.committed_ids
+        assert told == request.samples[0].committed_ids
 
     play(bench, scene)
 

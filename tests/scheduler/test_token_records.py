@@ -7,25 +7,17 @@ import math
 
 import pytest
 
-from common.errors import ServiceError
 from fdfo.scheduler.v1 import scheduler_pb2 as api
-from scheduler_svc.request import Request
-from tests.scheduler.test_scheduler_core import Bench, expected, play
+from scheduler_svc.stream import Stream
+from tests.scheduler.in_memory import Bench, expected, play
 from tests.worker.scripted import BLOCK, VOCAB, effort, make_loop
 
 LOGPROB = 20 - math.log(math.exp(20) + VOCAB - 1)  # of every token that the scripted model is sure of
 
 
-async def read(request: Request) -> list[api.Committed]:
+async def read(stream: Stream) -> list[api.Committed]:
     """The messages with tokens, to the end."""
-    found = []
-    while True:
-        event = await request.events.get()
-        assert not isinstance(event, ServiceError), event
-        if event.HasField("committed"):
-            found.append(event.committed)
-        if event.HasField("finished"):
-            return found
+    return [event.committed async for event in stream.read() if event.HasField("committed")]
 
 
 def steps_of(forwards: int, count: int) -> list[int]:

@@ -86,6 +86,8 @@ def test_a_full_request() -> None:
         ignore_eos=True,
         algorithm="JointThreshold",
         algorithm_params={"max_post_edit_steps": 3},
+        n=16,
+        priority=-1000,
         logprobs=True,
         first_unmask_steps=True,
     )
@@ -99,6 +101,8 @@ def test_a_full_request() -> None:
         ignore_eos=True,
         algorithm="JointThreshold",
         algorithm_params={"threshold": 0.5, "max_post_edit_steps": 3},
+        num_samples=16,
+        priority=-1000,
         logprobs=True,
         first_unmask_steps=True,
     )
@@ -209,6 +213,10 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
         "algorithm_params",
         "max_post_edit_steps must be an integer, not 1.5",
     ),
+    "no samples": (api.GenerateRequest(text="x", n=0), "n", "must be from 1 to 16, not 0"),
+    "samples too many": (api.GenerateRequest(text="x", n=2**32 - 1), "n", "must be from 1 to 16, not 4294967295"),
+    "priority too high": (api.GenerateRequest(text="x", priority=1001), "priority", "from -1000 to 1000, not 1001"),
+    "priority too low": (api.GenerateRequest(text="x", priority=-(2**31)), "priority", "not -2147483648"),
     "request id too long": (api.GenerateRequest(text="x", request_id="é" * 129), "request_id", "it has 129"),
     "request id with a line break": (api.GenerateRequest(text="x", request_id="a\nb"), "request_id", "control"),
     "request id with an escape": (api.GenerateRequest(text="x", request_id="\x1b[2J"), "request_id", "control"),
@@ -265,8 +273,6 @@ def test_a_top_k_of_all_tokens_is_off(top_k: int) -> None:
 
 
 ASKING: dict[str, api.GenerateRequest] = {
-    "n": api.GenerateRequest(n=2),
-    "priority": api.GenerateRequest(priority=-1),
     "provisional_every_forwards": api.GenerateRequest(provisional_every_forwards=0),
     "resume": api.GenerateRequest(resume=api.Resume()),
     "json_schema": api.GenerateRequest(json_schema="{}"),
@@ -310,6 +316,7 @@ def test_every_field_of_the_proto_is_served_or_refused() -> None:
     """A field added to the proto must be parsed or put into the table; it is never ignored."""
     served = {"request_id", "text", "prompt_ids", "messages", "sampling", "max_new_tokens", "stop", "stop_token_ids"}
     served |= {"ignore_eos", "algorithm", "algorithm_params", "parse_special_tokens", "logprobs", "first_unmask_steps"}
+    served |= {"n", "priority"}
     assert served | set(UNSUPPORTED) == {field.name for field in api.GenerateRequest.DESCRIPTOR.fields}
     assert not served & set(UNSUPPORTED)
 

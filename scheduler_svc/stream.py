@@ -1,0 +1,65 @@
+"""What a client reads: the events of all samples of its request, in the order in which they happened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from common.errors import ServiceError
+from fdfo.scheduler.v1 import scheduler_pb2 as api
+from scheduler_svc.outbox import Event, Outbox
+
+if TYPE_CHECKING:
+    from scheduler_svc.request import Request
+
+
+@dataclass(eq=False)
+class Stream:
+    """One live call of a client. `held`: samples that start when the first one has put the prompt into the cache."""
+
+    request_id: str
+    outbox: Outbox
+    samples: list[Request] = field(default_factory=list)
+    held: list[Request] = field(default_factory=list)
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample has its terminal event."""
+        return all(sample.is_finished for sample in self.samples)
+
+    def cost(self) -> dict[str, int]:
+        """What all samples together took and gave, for the log."""
+        return {
+            "forwards": sum(sample.forwards for sample in self.samples),
+            "published_tokens": sum(sample.published_tokens for sample in self.samples),
+            "preemptions": sum(sample.num_preemptions for sample in self.samples),
+        }
+
+    def put(self, response: api.GenerateResponse) -> None:
+        """One more event."""
+        self.outbox.put(self.events, response)
+
+    def fail(self, error: ServiceError) -> None:
+        """End all samples that have not ended with an error instead of their Finished."""
+        if not self.is_finished:
+            for sample in self.samples:
+                sample.is_finished = True
+            self.outbox.put(self.events, error)
+
+    def take_held(self) -> list[Request]:
+        """The held samples, in order, held no more."""
+        held, self.held = self.held, []
+        return held
+
+    async def read(self) -> AsyncIterator[api.GenerateResponse]:
+        """All events up to the Finished of the last sample. Raises the ServiceError that ended them."""
+        num_open = len(self.samples)
+        while num_open:
+            event = await self.events.get()
+            if isinstance(event, ServiceError):
+                raise event
+            num_open -= event.HasField("finished")
+            yield event
