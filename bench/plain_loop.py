@@ -21,10 +21,10 @@ from torch import Tensor
 from common.packing import pack_bits, pack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.batch import Batch, Chunk, build_batch, forward_input, step
-from worker_svc.denoise import LoopConfig
 from worker_svc.kv.pages import PagePool
 from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
+from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner
 from worker_svc.rounds import Session
 from worker_svc.rows import Phase, Row, SlotColumns, Start

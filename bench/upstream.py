@@ -5,19 +5,23 @@ One forward a round. While any prompt is incomplete, forwards are for prompts on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from worker_svc.batch import Batch, Chunk, build_batch
 from worker_svc.denoise import DenoiseLoop
+from worker_svc.forward_plan import ForwardPlanner
+from worker_svc.rounds import Round
 from worker_svc.rows import Phase
 
 
-class UpstreamLoop(DenoiseLoop):
-    """A DenoiseLoop whose forwards either prefill or denoise."""
+class UpstreamPlanner(ForwardPlanner):
+    """Forwards either prefill or denoise."""
 
     _prefills = False
 
-    def _plan_prefill(self) -> list[Chunk]:
+    def _plan_prefill(self, rounds: Sequence[Round]) -> list[Chunk]:
         chunks = []
-        for round_ in self._active_rounds():
+        for round_ in rounds:
             for entry in round_.rows:
                 row = entry.row
                 if row is not None and row.phase is Phase.PREFILL:
@@ -26,12 +30,18 @@ class UpstreamLoop(DenoiseLoop):
                     if row.prefilled_blocks == len(row.prefix):
                         row.phase = Phase.DENOISE  # from the next forward on
                         entry.joined_after = round_.work.forwards + 1
-        self._batch_is_stale |= self._prefills or bool(chunks)
+        self._is_stale |= self._prefills or bool(chunks)
         self._prefills = bool(chunks)
         return chunks
 
-    def _build_batch(self) -> Batch:
+    def _build_batch(self, rounds: Sequence[Round]) -> Batch:
         if not self._prefills:
-            return super()._build_batch()
-        self._tally = [(round_, 0, 0) for round_ in self._active_rounds()]
+            return super()._build_batch(rounds)
+        self._tally = [(round_, 0, 0) for round_ in rounds]
         return build_batch([], [], self.columns)
+
+
+class UpstreamLoop(DenoiseLoop):
+    """A DenoiseLoop with such forwards."""
+
+    planner_type = UpstreamPlanner

@@ -20,8 +20,9 @@ from common.settings import parse_settings
 from fdfo.worker.v1 import worker_pb2_grpc
 from worker_svc import simulated
 from worker_svc.attention import ATTENTION_BACKENDS
-from worker_svc.denoise import DenoiseLoop, LoopConfig
+from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
+from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner, TorchModelRunner
 from worker_svc.models.loading import CheckpointError, load_model
 from worker_svc.server import SERVICE_NAME, WorkerServicer

@@ -17,46 +17,20 @@ import torch
 
 from common.errors import Refused, ServiceError
 from fdfo.worker.v1 import worker_pb2 as pb
-from worker_svc.algorithms import ALGORITHMS
-from worker_svc.batch import Batch, Chunk, RowFlags, build_batch, forward_input, step
+from worker_svc.batch import RowFlags, step
+from worker_svc.forward_plan import ForwardPlanner, Plan
 from worker_svc.kv.pages import PagePool, PageUsage
 from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
+from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner
-from worker_svc.records import keep_committed
 from worker_svc.replies import RowCopies, copy_rows
 from worker_svc.rounds import Deliver, Round, RoundRequest, RoundRow, Session
-from worker_svc.rows import Phase, Row, RowName, SlotColumns, Start
+from worker_svc.rows import Phase, Row, RowName, SlotColumns
 from worker_svc.starts import BadStart, StartRules, decode_start
 
 REFUSAL_MEMORY_S = 1.0  # after a start found no space, schedulers share evenly for so long
 MAX_PAST_SCHEDULERS = 1024  # whose last generation is remembered after their lease
-
-
-@dataclass(frozen=True)
-class LoopConfig:
-    """Sizes and identities that the loop needs beside the model."""
-
-    fingerprint: str
-    block_size: int
-    mask_token_id: int
-    context_length: int  # tokens; rounded up to a whole block inside
-    page_size: int
-    num_slots: int
-    num_pages: int
-    chunked_prefill_size: int  # tokens
-    fused_commit: bool = False  # FDFO: a block's last forward is the next block's first, where nothing is edited
-    lease_s: float = 30.0
-    early_end: bool = True  # a block may end its request with masks behind the first stop token
-    enable_prefix_caching: bool = True
-
-    @property
-    def max_blocks(self) -> int:
-        return -(-self.context_length // self.block_size)
-
-    @property
-    def max_pages_per_slot(self) -> int:
-        return -(-self.max_blocks * self.block_size // self.page_size)
 
 
 @dataclass(frozen=True)
@@ -71,6 +45,8 @@ class LoopState:
 
 class DenoiseLoop:
     """Slots, pages, sessions and the loop over them. `clock` gives seconds and never goes back."""
+
+    planner_type = ForwardPlanner
 
     def __init__(self, runner: ModelRunner, config: LoopConfig, clock: Callable[[], float]) -> None:
         self.runner = runner
@@ -95,10 +71,7 @@ class DenoiseLoop:
         self.columns = SlotColumns(config.num_slots, config.block_size, runner.device, config.early_end)
         self._start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
         self.clock = clock
-        self._batch: Batch | None = None
-        self._batch_is_stale = True
-        self._filled: list[Row] = []  # complete blocks whose commit has not been planned
-        self._tally: list[tuple[Round, int, int]] = []  # denoising and waiting rows of the batch by round
+        self._planner = self.planner_type(config, self.pool, self.slots, self.columns)
         self._past_generations: dict[str, int] = {}
         self._last_refusal_at = float("-inf")
         self._forward_ended_at = 0.0
@@ -190,20 +163,18 @@ class DenoiseLoop:
             return False
         if not self.runner.is_asynchronous:
             self._send_replies()
-        chunks, commits = self._plan_prefill(), self._plan_commits()
-        batch = self._batch = self._build_batch() if self._batch is None or self._batch_is_stale else self._batch
-        self._batch_is_stale = False
-        inputs = forward_input(batch, chunks, self.columns, commits)
+        plan = self._planner.plan(self._active_rounds())
         launched_at = self.clock()
-        logits = self.runner.forward(inputs, self.kv)
+        logits = self.runner.forward(plan.inputs, self.kv)
         self._send_replies()
-        flagged = step(batch, logits, self.columns, self.config.mask_token_id) if batch.rows else []
+        rows = plan.batch.rows
+        flagged = step(plan.batch, logits, self.columns, self.config.mask_token_id) if rows else []
         device_ms = self.runner.finish()
         self._forward_ended_at = self.clock()
-        self._account(chunks, commits, launched_at, device_ms)
+        self._account(plan, launched_at, device_ms)
         for place, flags in flagged:
-            self._settle(batch.rows[place], flags)
-        self._note_final(chunks, commits)
+            self._settle(rows[place], flags)
+        self._note_final(plan)
         return True
 
     def _boundary(self, session: Session) -> None:
@@ -253,7 +224,7 @@ class DenoiseLoop:
         errors = (pb.ROW_STATUS_NO_KV_SPACE, pb.ROW_STATUS_SLOT_MISSING, pb.ROW_STATUS_BAD_STATE)
         round_.eventful = any(entry.status in errors or entry.ends for entry in round_.rows)
         round_.work.allocator_calls += self.pool.num_calls - calls_before
-        self._batch_is_stale = True
+        self._planner.changed()
 
     def _start(self, session: Session, message: pb.StartRow) -> RoundRow:
         """Take slot and pages for prefix and block at once, or nothing. An older attempt is freed first."""
@@ -275,7 +246,7 @@ class DenoiseLoop:
         cached_tokens = self.slots.num_final(slot)
         cached_blocks = cached_tokens // self.config.block_size
         row = session.rows[start.name.key] = Row.resident(start, session, slot, cached_blocks)
-        self._note_if_complete(row, start)
+        self._planner.started(row, start)
         return RoundRow(row, cached_tokens=cached_tokens)
 
     def _continue(self, session: Session, name: RowName, rolling: dict[str, list[Row]]) -> RoundRow:
@@ -306,86 +277,14 @@ class DenoiseLoop:
                 self.slots.finish(row.slot, row.block_index * self.config.block_size, ids.tobytes())
         self.columns.next_blocks(algorithm, slots, self.config.mask_token_id)
 
-    def _plan_prefill(self) -> list[Chunk]:
-        """Whole blocks of incomplete prefixes, in the order of the rounds, within the budget of one forward."""
-        chunks, budget = [], self.config.chunked_prefill_size // self.config.block_size
-        for round_ in self._active_rounds():
-            for entry in round_.rows:
-                row = entry.row
-                if budget == 0 or row is None or row.phase is not Phase.PREFILL:
-                    continue
-                chunk = Chunk(row, row.prefilled_blocks, min(budget, len(row.prefix) - row.prefilled_blocks))
-                chunks.append(chunk)
-                budget -= chunk.num_blocks
-                row.prefilled_blocks += chunk.num_blocks
-                if row.prefilled_blocks == len(row.prefix):
-                    row.phase = Phase.DENOISE  # in this very forward (batch.py)
-                    entry.joined_after = round_.work.forwards
-                    self._batch_is_stale = True
-        return chunks
-
-    def _plan_commits(self) -> list[Row]:
-        """Rows that begin their next block in the next forward, which also makes the KV of their complete one final."""
-        commits: list[Row] = []
-        size, waiting = self.config.block_size, self._filled if self.config.fused_commit else []
-        self._filled = []
-        for row in waiting:
-            session, entry = row.session, row.entry
-            if session.rows.get(row.name.key) is not row or row.phase is Phase.DONE:
-                continue
-            if entry is None or row.phase is Phase.PREFILL:  # parked, or its prefix is not complete
-                self._filled.append(row)
-                continue
-            round_ = session.active
-            assert round_ is not None
-            calls_before = self.pool.num_calls
-            may_fuse = round_.request.mode == pb.MODE_FDFO and not ALGORITHMS[row.algorithm].edits
-            if may_fuse and self.slots.grow(row.slot, (row.block_index + 2) * size):
-                row.block_index += 1
-                commits.append(row)
-            round_.work.allocator_calls += self.pool.num_calls - calls_before
-        keep_committed(commits, self.columns)
-        for algorithm in {row.algorithm for row in commits}:
-            slots = torch.tensor(
-                [row.slot for row in commits if row.algorithm == algorithm], device=self.columns.device
-            )
-            self.columns.begin_committing(algorithm, slots, self.config.mask_token_id)
-        self._batch_is_stale |= bool(commits)
-        return commits
-
-    def _note_if_complete(self, row: Row, start: Start) -> None:
-        """A block that starts without a masked position has its commit next, unless it ends its request."""
-        if not start.block_mask.any():
-            slots = torch.tensor([row.slot], device=self.columns.device)
-            ids, masked = self.columns.ids[slots], self.columns.masked[slots]
-            if not self.columns.ends_request(slots, ids, masked, self.columns.editable(slots), edits=False):
-                self._filled.append(row)
-
-    def _active_rounds(self) -> Iterable[Round]:
+    def _active_rounds(self) -> list[Round]:
         return [session.active for session in self.sessions.values() if session.active is not None]
 
-    def _build_batch(self) -> Batch:
-        """All denoising rows of the active rounds, and in SYNC rounds the done ones, which keep their place."""
-        rows: list[Row] = []
-        active: list[bool] = []
-        self._tally = []
-        for round_ in self._active_rounds():
-            first = len(rows)
-            for entry in round_.rows:
-                if entry.row is not None and entry.status == pb.ROW_STATUS_RUNNING:
-                    denoises = entry.row.phase is Phase.DENOISE
-                    if denoises or (entry.row.phase is Phase.DONE and round_.request.mode == pb.MODE_SYNC):
-                        rows.append(entry.row)
-                        active.append(denoises)
-            num_active = sum(active[first:])
-            self._tally.append((round_, num_active, len(rows) - first - num_active))
-        return build_batch(rows, active, self.columns, self._batch)
-
-    def _account(self, chunks: list[Chunk], commits: list[Row], launched_at: float, device_ms: float) -> None:
+    def _account(self, plan: Plan, launched_at: float, device_ms: float) -> None:
         """Count the forward that just ended, before its rows are settled."""
         self.totals.forwards += 1
         self.totals.device_ms += device_ms
-        for round_, num_active, num_waiting in self._tally:
+        for round_, num_active, num_waiting in plan.tally:
             if round_.first_forward_at is None:
                 round_.first_forward_at = launched_at
                 round_.work.begin_ms = (launched_at - round_.begun_at) * 1000
@@ -394,24 +293,24 @@ class DenoiseLoop:
             for work in (self.totals, round_.work):
                 work.denoise_row_forwards += num_active
                 work.waiting_row_forwards += num_waiting
-        for row in commits:
+        for row in plan.commits:
             assert row.entry is not None and row.session.active is not None
             row.entry.committed_block = row.block_index - 1
             row.session.active.eventful = True
             self.totals.blocks_done += 1
-        for chunk in chunks:
+        for chunk in plan.chunks:
             assert chunk.row.session.active is not None
             for work in (self.totals, chunk.row.session.active.work):
                 work.prefill_tokens += chunk.num_blocks * self.config.block_size
 
-    def _note_final(self, chunks: list[Chunk], commits: list[Row]) -> None:
+    def _note_final(self, plan: Plan) -> None:
         """The KV that this forward made final, of prefixes and by fused commits; of rows in error nothing is kept."""
         size = self.config.block_size
-        for row, first_block, num_blocks in chunks:
+        for row, first_block, num_blocks in plan.chunks:
             self.slots.finish(row.slot, (first_block + num_blocks) * size)
-        if commits and self.config.enable_prefix_caching:
-            slots = torch.tensor([row.slot for row in commits], device=self.columns.device)
-            for row, ids in zip(commits, self.columns.committed_ids[slots].cpu().numpy(), strict=True):
+        if plan.commits and self.config.enable_prefix_caching:
+            slots = torch.tensor([row.slot for row in plan.commits], device=self.columns.device)
+            for row, ids in zip(plan.commits, self.columns.committed_ids[slots].cpu().numpy(), strict=True):
                 self.slots.finish(row.slot, row.block_index * size, ids.tobytes())
 
     def _settle(self, row: Row, flags: RowFlags) -> None:
@@ -419,10 +318,10 @@ class DenoiseLoop:
         round_, entry = row.session.active, row.entry
         assert round_ is not None and entry is not None
         if flags.filled and not flags.over_bound:
-            self._filled.append(row)
+            self._planner.complete(row)
             return
         round_.eventful = True
-        self._batch_is_stale = True
+        self._planner.changed()
         entry.forwards = round_.work.forwards - entry.joined_after
         if flags.done:
             row.phase = Phase.DONE
@@ -452,7 +351,7 @@ class DenoiseLoop:
         round_.work.allocator_calls += self.pool.num_calls - calls_before
         session.active = None
         self._unsent.append((session, round_, copies, self._reply_without_rows(session, round_)))
-        self._batch_is_stale = True
+        self._planner.changed()
 
     def _reply_without_rows(self, session: Session, round_: Round) -> pb.RunRoundResponse:
         self.totals.rounds += 1
@@ -486,7 +385,7 @@ class DenoiseLoop:
         if row.entry is not None:
             row.entry.row, row.entry.status = None, status
             row.entry = None
-        self._batch_is_stale = True
+        self._planner.changed()
 
     def forget(self, session: Session, error: ServiceError) -> None:
         """Forget a scheduler: its rounds are refused, its rows freed."""

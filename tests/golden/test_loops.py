@@ -21,7 +21,8 @@ from tests.model.reference import reference_logits
 from tests.worker.scripted import Driver, names, start
 from worker_svc.algorithms import ALGORITHMS
 from worker_svc.attention import ATTENTION_BACKENDS
-from worker_svc.denoise import DenoiseLoop, LoopConfig
+from worker_svc.denoise import DenoiseLoop
+from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import TorchModelRunner
 from worker_svc.models.loading import load_model
 

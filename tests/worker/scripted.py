@@ -6,8 +6,9 @@ import torch
 
 from common.packing import pack_bits, pack_ids, unpack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
-from worker_svc.denoise import DenoiseLoop, LoopConfig
+from worker_svc.denoise import DenoiseLoop
 from worker_svc.kv.store import KVStore
+from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ForwardInput
 from worker_svc.rounds import RoundRequest
 from worker_svc.rows import RowKey, RowName

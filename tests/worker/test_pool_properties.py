@@ -27,10 +27,11 @@ from tests.worker.scripted import (
     ScriptedRunner,
     start,
 )
-from worker_svc.denoise import DenoiseLoop, LoopConfig
+from worker_svc.denoise import DenoiseLoop
 from worker_svc.kv.pages import PagePool
 from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
+from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ForwardInput
 from worker_svc.rounds import RoundRequest
 from worker_svc.rows import Phase, Row, RowKey, RowName
@@ -134,7 +135,8 @@ class Rounds(RuleBasedStateMachine):
             "scripted", BLOCK, MASK, CONTEXT, page_size, NUM_SLOTS, num_pages, chunk * BLOCK, fused_commit
         )
         self.loop = DenoiseLoop(StampingRunner(), replace(config, enable_prefix_caching=caching), self.clock)
-        self.checked = self.loop.slots = CheckedSlots(self.loop.kv, self.loop.pool, caching)
+        self.checked = CheckedSlots(self.loop.kv, self.loop.pool, caching)
+        self.loop.slots = self.loop._planner.slots = self.checked
         self.done_ids: dict[Row, dict[int, list[int]]] = {}  # by block index
         self.schedulers = [Scheduler(Driver(self.loop, name)) for name in ("one", "two")]
         self.seen: dict[Row, tuple[list[int], int, Phase]] = {}

@@ -17,8 +17,9 @@ from common.model_folder import ModelFolder, read_model_folder
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.worker.scripted import Driver, names, start
 from worker_svc.algorithms.sampling import mix64
-from worker_svc.denoise import DenoiseLoop, LoopConfig
+from worker_svc.denoise import DenoiseLoop
 from worker_svc.kv.store import KVStore
+from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ForwardInput, Segment
 from worker_svc.models.base import CheckpointError
 from worker_svc.simulated import SimulatedRunner, TimeLine, read_profile, usual_overshoot_s

@@ -1,0 +1,136 @@
+"""What the next forward computes: prompt chunks within a budget, fused commits, and the rows that denoise.
+
+Everything here is planned from the active rounds at a boundary; only what changed since the last forward is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fdfo.worker.v1 import worker_pb2 as pb
+from worker_svc.algorithms import ALGORITHMS
+from worker_svc.batch import Batch, Chunk, build_batch, forward_input
+from worker_svc.kv.pages import PagePool
+from worker_svc.kv.slots import SlotTable
+from worker_svc.loop_config import LoopConfig
+from worker_svc.model_runner import ForwardInput
+from worker_svc.records import keep_committed
+from worker_svc.rounds import Round
+from worker_svc.rows import Phase, Row, SlotColumns, Start
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A forward: the rows of its step, and the units beside them."""
+
+    batch: Batch
+    chunks: list[Chunk]
+    commits: list[Row]  # whose blocks before their own become final
+    tally: Sequence[tuple[Round, int, int]]  # denoising and waiting rows of the batch by round
+    inputs: ForwardInput
+
+
+class ForwardPlanner:
+    """Plans forwards over the rows of the active rounds."""
+
+    def __init__(self, config: LoopConfig, pool: PagePool, slots: SlotTable, columns: SlotColumns) -> None:
+        self.config = config
+        self.pool = pool
+        self.slots = slots
+        self.columns = columns
+        self._batch: Batch | None = None
+        self._is_stale = True
+        self._complete: list[Row] = []  # whose block has no mask left and no commit planned
+        self._tally: list[tuple[Round, int, int]] = []
+
+    def changed(self) -> None:
+        """A row joined, left, or began a block: the batch is to be built anew."""
+        self._is_stale = True
+
+    def complete(self, row: Row) -> None:
+        """The row's last mask was filled, and the block does not end its request."""
+        self._complete.append(row)
+
+    def started(self, row: Row, start: Start) -> None:
+        """A block that starts without a masked position has its commit next, unless it ends its request."""
+        if not start.block_mask.any():
+            slots = torch.tensor([row.slot], device=self.columns.device)
+            ids, masked = self.columns.ids[slots], self.columns.masked[slots]
+            if not self.columns.ends_request(slots, ids, masked, self.columns.editable(slots), edits=False):
+                self.complete(row)
+
+    def plan(self, rounds: Sequence[Round]) -> Plan:
+        """The next forward; the rows it takes on are marked so."""
+        chunks, commits = self._plan_prefill(rounds), self._plan_commits()
+        if self._batch is None or self._is_stale:
+            self._batch = self._build_batch(rounds)
+            self._is_stale = False
+        inputs = forward_input(self._batch, chunks, self.columns, commits)
+        return Plan(self._batch, chunks, commits, self._tally, inputs)
+
+    def _plan_prefill(self, rounds: Sequence[Round]) -> list[Chunk]:
+        """Whole blocks of incomplete prefixes, in the order of the rounds, within the budget of one forward."""
+        chunks, budget = [], self.config.chunked_prefill_size // self.config.block_size
+        for round_ in rounds:
+            for entry in round_.rows:
+                row = entry.row
+                if budget == 0 or row is None or row.phase is not Phase.PREFILL:
+                    continue
+                chunk = Chunk(row, row.prefilled_blocks, min(budget, len(row.prefix) - row.prefilled_blocks))
+                chunks.append(chunk)
+                budget -= chunk.num_blocks
+                row.prefilled_blocks += chunk.num_blocks
+                if row.prefilled_blocks == len(row.prefix):
+                    row.phase = Phase.DENOISE  # in this very forward (batch.py)
+                    entry.joined_after = round_.work.forwards
+                    self._is_stale = True
+        return chunks
+
+    def _plan_commits(self) -> list[Row]:
+        """Rows that begin their next block in the next forward, which also makes the KV of their complete one final."""
+        commits: list[Row] = []
+        size, waiting = self.config.block_size, self._complete if self.config.fused_commit else []
+        self._complete = []
+        for row in waiting:
+            session, entry = row.session, row.entry
+            if session.rows.get(row.name.key) is not row or row.phase is Phase.DONE:
+                continue
+            if entry is None or row.phase is Phase.PREFILL:  # parked, or its prefix is not complete
+                self._complete.append(row)
+                continue
+            round_ = session.active
+            assert round_ is not None
+            calls_before = self.pool.num_calls
+            may_fuse = round_.request.mode == pb.MODE_FDFO and not ALGORITHMS[row.algorithm].edits
+            if may_fuse and self.slots.grow(row.slot, (row.block_index + 2) * size):
+                row.block_index += 1
+                commits.append(row)
+            round_.work.allocator_calls += self.pool.num_calls - calls_before
+        keep_committed(commits, self.columns)
+        for algorithm in {row.algorithm for row in commits}:
+            slots = torch.tensor(
+                [row.slot for row in commits if row.algorithm == algorithm], device=self.columns.device
+            )
+            self.columns.begin_committing(algorithm, slots, self.config.mask_token_id)
+        self._is_stale |= bool(commits)
+        return commits
+
+    def _build_batch(self, rounds: Sequence[Round]) -> Batch:
+        """All denoising rows of the active rounds, and in SYNC rounds the done ones, which keep their place."""
+        rows: list[Row] = []
+        active: list[bool] = []
+        self._tally = []
+        for round_ in rounds:
+            first = len(rows)
+            for entry in round_.rows:
+                if entry.row is not None and entry.status == pb.ROW_STATUS_RUNNING:
+                    denoises = entry.row.phase is Phase.DENOISE
+                    if denoises or (entry.row.phase is Phase.DONE and round_.request.mode == pb.MODE_SYNC):
+                        rows.append(entry.row)
+                        active.append(denoises)
+            num_active = sum(active[first:])
+            self._tally.append((round_, num_active, len(rows) - first - num_active))
+        return build_batch(rows, active, self.columns, self._batch)
