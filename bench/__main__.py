@@ -19,6 +19,7 @@ from bench.experiments import EXPERIMENTS, FULL, NOT_QUICK, QUICK, Case
 from bench.markdown import number, page
 from bench.services import Services
 from common.logging import configure_logging
+from fdfo_client.bench.cli import output_file
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
         metavar="NAME,...",
         help=f"of {', '.join(EXPERIMENTS)} (all; with --quick all but {', '.join(NOT_QUICK)})",
     )
-    parser.add_argument("--markdown", type=_writable, metavar="FILE", help="write the tables as a page")
-    parser.add_argument("--json", type=_writable, metavar="FILE", help="write all figures with the runs behind them")
+    parser.add_argument("--markdown", type=output_file, metavar="FILE", help="write the tables as a page")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures with the runs behind them")
     arguments = parser.parse_args(argv)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     torch.set_num_threads(1)
@@ -129,14 +130,6 @@ def _show_progress(what: str) -> None:
 def _clear_progress() -> None:
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _writable(text: str) -> Path:
-    """Found out now, not after the measurement."""
-    path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that exists")
-    return path
 
 
 def _names(text: str) -> list[str]:

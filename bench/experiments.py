@@ -92,10 +92,7 @@ def interleaved(scale: Scale, progress: Progress, cases: Mapping[str, Callable[[
         progress(f"{name}, run {number + 1} of {scale.runs}")
         for figure, value in measure().items():
             values[name].setdefault(figure, []).append(value)
-    return {
-        name: Case(name, {figure: statistics.median(each) for figure, each in runs.items()}, runs)
-        for name, runs in values.items()
-    }
+    return {name: derived(name, runs) for name, runs in values.items()}
 
 
 def ratios(over: Case, under: Case, figure: str) -> list[float]:

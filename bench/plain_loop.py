@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.packing import pack_bits, pack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
-from worker_svc.batch import Batch, Chunk, build_batch, forward_input, step
+from worker_svc.batch import Batch, Chunk, build_batch, forward_input, next_chunks, step
 from worker_svc.kv.pages import PagePool
 from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
@@ -178,7 +178,7 @@ class _Loop:
     def _forward(self) -> list[Row]:
         """One forward and step; the rows whose block is done."""
         chunks = (
-            self._next_chunks()
+            next_chunks(self.rows, self.config.chunked_prefill_size // self.config.block_size)
             if self.keeps_kv
             else [Chunk(row, 0, row.block_index) for row in self.rows if row.block_index]
         )
@@ -194,19 +194,6 @@ class _Loop:
         if any(flags.bad_numerics or flags.over_bound for _, flags in flagged):
             raise RuntimeError("logits are not finite, or a block is over its bound of forwards")
         return [denoising[place] for place, flags in flagged if flags.done]
-
-    def _next_chunks(self) -> list[Chunk]:
-        """As in the worker: whole blocks of incomplete prefixes within the budget of one forward."""
-        chunks, budget = [], self.config.chunked_prefill_size // self.config.block_size
-        for row in self.rows:
-            if row.phase is Phase.PREFILL and budget:
-                chunk = Chunk(row, row.prefilled_blocks, min(budget, len(row.prefix) - row.prefilled_blocks))
-                chunks.append(chunk)
-                budget -= chunk.num_blocks
-                row.prefilled_blocks += chunk.num_blocks
-                if row.prefilled_blocks == len(row.prefix):
-                    row.phase = Phase.DENOISE
-        return chunks
 
     def _settle(self, done: list[Row]) -> None:
         """Keep the ids of done blocks; their rows begin the next block, or leave."""

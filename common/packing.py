@@ -5,40 +5,36 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import TypeVar
+
+N = TypeVar("N", int, float)
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Pack token ids as little-endian int32."""
-    packed = array("i", ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def pack_floats(values: Sequence[float]) -> bytes:
-    """Pack numbers as little-endian float32."""
-    packed = array("f", values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def unpack_floats(data: bytes) -> list[float]:
-    """Inverse of `pack_floats`; raises ValueError if the length is not a multiple of 4."""
-    unpacked = array("f")
-    unpacked.frombytes(data)
-    if sys.byteorder == "big":
-        unpacked.byteswap()
-    return unpacked.tolist()
+    return _little_endian(array("i", ids)).tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
     """Inverse of `pack_ids`; raises ValueError if the length is not a multiple of 4."""
-    unpacked = array("i")
-    unpacked.frombytes(data)
+    return _little_endian(array("i", data)).tolist()
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """Pack numbers as little-endian float32."""
+    return _little_endian(array("f", values)).tobytes()
+
+
+def unpack_floats(data: bytes) -> list[float]:
+    """Inverse of `pack_floats`; raises ValueError if the length is not a multiple of 4."""
+    return _little_endian(array("f", data)).tolist()
+
+
+def _little_endian(values: array[N]) -> array[N]:
+    """From the machine's order to the wire's, or back; in place."""
     if sys.byteorder == "big":
-        unpacked.byteswap()
-    return unpacked.tolist()
+        values.byteswap()
+    return values
 
 
 def packed_bits_size(num_bits: int) -> int:

@@ -128,10 +128,10 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     )
 
 
-def default_model_path() -> Path:
-    """The model that ships: below the current folder, else beside this package in a checkout."""
-    in_checkout = Path(__file__).resolve().parent.parent / MODEL_PATH
-    return in_checkout if in_checkout.is_dir() and not MODEL_PATH.is_dir() else MODEL_PATH
+def default_model_path(path: Path = MODEL_PATH) -> Path:
+    """A model that ships: below the current folder, else beside this package in a checkout."""
+    in_checkout = Path(__file__).resolve().parent.parent / path
+    return in_checkout if in_checkout.is_dir() and not path.is_dir() else path
 
 
 def main(arguments: argparse.Namespace) -> int:

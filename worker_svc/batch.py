@@ -10,7 +10,7 @@ unit as well: the complete block whose KV becomes final in the forward that has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from worker_svc.algorithms import ALGORITHMS
 from worker_svc.algorithms.base import DllmAlgorithm, SamplingColumns, StepBatch
 from worker_svc.model_runner import ForwardInput, Segment
 from worker_svc.records import Recorder
-from worker_svc.rows import Row, SlotColumns
+from worker_svc.rows import Phase, Row, SlotColumns
 
 
 class Chunk(NamedTuple):
@@ -53,7 +53,9 @@ class Batch:
     slots: Tensor  # int64 [R]
     active: Tensor  # bool [R]; False = a done row that keeps its place in a SYNC round
     groups: list[Group]
-    inputs: ForwardInput
+    block_index: Tensor  # int64 [R]
+    segments: tuple[Segment, ...]
+    logits_units: Tensor  # int64 [R]: a row is the unit of its place
     starts: int  # `SlotColumns.starts` when it was built
 
 
@@ -74,21 +76,22 @@ def build_batch(rows: list[Row], active: list[bool], columns: SlotColumns, last:
     """
     device = columns.device
     if last is not None and last.starts == columns.starts and last.rows == rows:
-        slots, logits_units = last.slots, last.inputs.logits_units
+        slots, logits_units = last.slots, last.logits_units
         groups = [replace(group, editable=columns.editable(group.slots)) for group in last.groups]
     else:
         slots = torch.tensor([row.slot for row in rows], dtype=torch.int64, device=device)
         logits_units = torch.arange(len(rows), device=device)
         groups = _groups(rows, slots, columns)
-    inputs = ForwardInput(
-        ids=columns.ids[slots],
+    return Batch(
+        rows=rows,
         slots=slots,
+        active=torch.tensor(active, dtype=torch.bool, device=device),
+        groups=groups,
         block_index=columns.block_index[slots],
         segments=tuple([Segment(unit, 1, row.block_index) for unit, row in enumerate(rows)]),
         logits_units=logits_units,
+        starts=columns.starts,
     )
-    is_active = torch.tensor(active, dtype=torch.bool, device=device)
-    return Batch(rows, slots, is_active, groups, inputs, columns.starts)
 
 
 def _groups(rows: list[Row], slots: Tensor, columns: SlotColumns) -> list[Group]:
@@ -112,15 +115,29 @@ def _groups(rows: list[Row], slots: Tensor, columns: SlotColumns) -> list[Group]
     return groups
 
 
+def next_chunks(rows: Iterable[Row], max_blocks: int) -> list[Chunk]:
+    """Whole blocks of the rows' incomplete prefixes, in order, at most `max_blocks` in all. A row whose prefix is
+    complete with its chunk denoises from this very forward on."""
+    chunks = []
+    for row in rows:
+        if max_blocks and row.phase is Phase.PREFILL:
+            chunk = Chunk(row, row.prefilled_blocks, min(max_blocks, len(row.prefix) - row.prefilled_blocks))
+            chunks.append(chunk)
+            max_blocks -= chunk.num_blocks
+            row.prefilled_blocks += chunk.num_blocks
+            if row.prefilled_blocks == len(row.prefix):
+                row.phase = Phase.DENOISE
+    return chunks
+
+
 def forward_input(
     batch: Batch, chunks: Sequence[Chunk], columns: SlotColumns, commits: Sequence[Row] = ()
 ) -> ForwardInput:
     """The next forward over the batch as its blocks now stand, with chunks beside it and, for the rows in `commits`,
     the blocks before."""
-    rows = batch.inputs
-    rows.ids = columns.ids[batch.slots]
+    own_ids = columns.ids[batch.slots]
     if not chunks and not commits:
-        return rows
+        return ForwardInput(own_ids, batch.slots, batch.block_index, batch.segments, batch.logits_units)
     slots: list[int] = []
     blocks: list[int] = []
     segments: list[Segment] = []
@@ -131,7 +148,7 @@ def forward_input(
         blocks += range(first_block, first_block + num_blocks)
         prefixes.append(row.prefix[first_block : first_block + num_blocks])
     device = columns.device
-    ids = [rows.ids, *(prefix.to(device) for prefix in prefixes)]
+    ids = [own_ids, *(prefix.to(device) for prefix in prefixes)]
     if commits:
         ids.append(columns.committed_ids[torch.tensor([row.slot for row in commits], device=device)])
     for row in commits:
@@ -140,11 +157,11 @@ def forward_input(
         blocks.append(row.block_index - 1)
     return ForwardInput(
         ids=torch.cat(ids),
-        slots=torch.cat([rows.slots, torch.tensor(slots, device=device)]),
-        block_index=torch.cat([rows.block_index, torch.tensor(blocks, device=device)]),
+        slots=torch.cat([batch.slots, torch.tensor(slots, device=device)]),
+        block_index=torch.cat([batch.block_index, torch.tensor(blocks, device=device)]),
         # What lies before a row's own block comes before it for whoever computes one after the other.
-        segments=(*segments, *rows.segments),
-        logits_units=rows.logits_units,
+        segments=(*segments, *batch.segments),
+        logits_units=batch.logits_units,
     )
 
 

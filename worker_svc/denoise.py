@@ -158,12 +158,12 @@ class DenoiseLoop:
         self._expire_leases()
         for session in list(self.sessions.values()):
             self._boundary(session)
-        if not any(session.active for session in self.sessions.values()):
+        rounds = self._active_rounds()
+        if not rounds or not self.runner.is_asynchronous:
             self._send_replies()
+        if not rounds:
             return False
-        if not self.runner.is_asynchronous:
-            self._send_replies()
-        plan = self._planner.plan(self._active_rounds())
+        plan = self._planner.plan(rounds)
         launched_at = self.clock()
         logits = self.runner.forward(plan.inputs, self.kv)
         self._send_replies()
@@ -272,10 +272,15 @@ class DenoiseLoop:
     def _roll_over(self, algorithm: str, rows: list[Row]) -> None:
         """The next blocks of done rows begin; of the blocks that they leave nothing will be written again."""
         slots = torch.tensor([row.slot for row in rows], device=self.columns.device)
-        if self.config.enable_prefix_caching:
-            for row, ids in zip(rows, self.columns.ids[slots].cpu().numpy(), strict=True):
-                self.slots.finish(row.slot, row.block_index * self.config.block_size, ids.tobytes())
+        self._keep_blocks(rows, self.columns.ids)
         self.columns.next_blocks(algorithm, slots, self.config.mask_token_id)
+
+    def _keep_blocks(self, rows: list[Row], ids: torch.Tensor) -> None:
+        """The KV of the blocks before the rows' own is final; their ids stand in `ids`, int64 [slots, B]."""
+        if rows and self.config.enable_prefix_caching:
+            slots = torch.tensor([row.slot for row in rows], device=self.columns.device)
+            for row, own in zip(rows, ids[slots].cpu().numpy(), strict=True):
+                self.slots.finish(row.slot, row.block_index * self.config.block_size, own.tobytes())
 
     def _active_rounds(self) -> list[Round]:
         return [session.active for session in self.sessions.values() if session.active is not None]
@@ -305,13 +310,9 @@ class DenoiseLoop:
 
     def _note_final(self, plan: Plan) -> None:
         """The KV that this forward made final, of prefixes and by fused commits; of rows in error nothing is kept."""
-        size = self.config.block_size
         for row, first_block, num_blocks in plan.chunks:
-            self.slots.finish(row.slot, (first_block + num_blocks) * size)
-        if plan.commits and self.config.enable_prefix_caching:
-            slots = torch.tensor([row.slot for row in plan.commits], device=self.columns.device)
-            for row, ids in zip(plan.commits, self.columns.committed_ids[slots].cpu().numpy(), strict=True):
-                self.slots.finish(row.slot, row.block_index * size, ids.tobytes())
+            self.slots.finish(row.slot, (first_block + num_blocks) * self.config.block_size)
+        self._keep_blocks(plan.commits, self.columns.committed_ids)
 
     def _settle(self, row: Row, flags: RowFlags) -> None:
         """The row's block is complete; or the row left the denoising, done or in error, and its round has to say so."""

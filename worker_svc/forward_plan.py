@@ -12,7 +12,7 @@ import torch
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.algorithms import ALGORITHMS
-from worker_svc.batch import Batch, Chunk, build_batch, forward_input
+from worker_svc.batch import Batch, Chunk, build_batch, forward_input, next_chunks
 from worker_svc.kv.pages import PagePool
 from worker_svc.kv.slots import SlotTable
 from worker_svc.loop_config import LoopConfig
@@ -72,21 +72,14 @@ class ForwardPlanner:
         return Plan(self._batch, chunks, commits, self._tally, inputs)
 
     def _plan_prefill(self, rounds: Sequence[Round]) -> list[Chunk]:
-        """Whole blocks of incomplete prefixes, in the order of the rounds, within the budget of one forward."""
-        chunks, budget = [], self.config.chunked_prefill_size // self.config.block_size
-        for round_ in rounds:
-            for entry in round_.rows:
-                row = entry.row
-                if budget == 0 or row is None or row.phase is not Phase.PREFILL:
-                    continue
-                chunk = Chunk(row, row.prefilled_blocks, min(budget, len(row.prefix) - row.prefilled_blocks))
-                chunks.append(chunk)
-                budget -= chunk.num_blocks
-                row.prefilled_blocks += chunk.num_blocks
-                if row.prefilled_blocks == len(row.prefix):
-                    row.phase = Phase.DENOISE  # in this very forward (batch.py)
-                    entry.joined_after = round_.work.forwards
-                    self._is_stale = True
+        """Chunks in the order of the rounds, within the budget of one forward."""
+        rows = (entry.row for round_ in rounds for entry in round_.rows if entry.row is not None)
+        chunks = next_chunks(rows, self.config.chunked_prefill_size // self.config.block_size)
+        for row, _, _ in chunks:
+            if row.phase is Phase.DENOISE:
+                assert row.entry is not None and row.session.active is not None
+                row.entry.joined_after = row.session.active.work.forwards
+                self._is_stale = True
         return chunks
 
     def _plan_commits(self) -> list[Row]:

@@ -38,6 +38,7 @@ from fdfo_client.bench.workload import (
     synthetic_options,
     write_trace,
 )
+from fdfo_client.serve import default_model_path
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -137,7 +138,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=_whole(0), default=0, metavar="S", help="the same seed sends the same requests (0)")
     _add_output_arguments(parser)
-    add("--record", type=_output_file, metavar="FILE", help="write what was sent when, for `fdfo replay`")
+    add("--record", type=output_file, metavar="FILE", help="write what was sent when, for `fdfo replay`")
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
@@ -161,7 +162,7 @@ def _add_virtual_arguments(parser: argparse.ArgumentParser) -> dict[str, str]:
         "--model-path",
         type=Path,
         metavar="DIR",
-        help=f"folder of a simulated model ({default_simulated_model_path()})",
+        help=f"folder of a simulated model ({default_model_path(SIMULATED_MODEL_PATH)})",
     )
     group.add_argument("--workers", dest="num_workers", type=_whole(1), metavar="N", help="workers (1)")
     group.add_argument(
@@ -178,17 +179,11 @@ def _add_virtual_arguments(parser: argparse.ArgumentParser) -> dict[str, str]:
     return {action.dest: "/".join(action.option_strings) for action in group._group_actions}
 
 
-def default_simulated_model_path() -> Path:
-    """The simulated model that ships: below the current folder, else beside this package in a checkout."""
-    in_checkout = Path(__file__).resolve().parents[2] / SIMULATED_MODEL_PATH
-    return in_checkout if in_checkout.is_dir() and not SIMULATED_MODEL_PATH.is_dir() else SIMULATED_MODEL_PATH
-
-
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--timeout", type=_above_zero, metavar="SECONDS", help="a request fails after so long (never)")
     add("--json", type=_output_file_or_dash, metavar="FILE", help="write all figures as JSON; - is standard output")
-    add("--html", type=_output_file, metavar="FILE", help="write a page with figures, their definitions and plots")
+    add("--html", type=output_file, metavar="FILE", help="write a page with figures, their definitions and plots")
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -235,7 +230,7 @@ def _virtual_servers(
     from fdfo_client.bench.virtual import read_simulated_folder, virtual_world
 
     configure_logging("console", "warning")
-    defaults = {"model_path": default_simulated_model_path(), "num_workers": 1, "network_delay_ms": 0.0}
+    defaults = {"model_path": default_model_path(SIMULATED_MODEL_PATH), "num_workers": 1, "network_delay_ms": 0.0}
     given = argparse.Namespace(**defaults | vars(arguments))
     scheduler, worker = settings_from(SchedulerSettings, given), settings_from(WorkerSettings, given)
     servers = virtual_world(
@@ -441,7 +436,7 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def _output_file(text: str) -> Path:
+def output_file(text: str) -> Path:
     """A file that can be written: found out now, not after the measurement."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -450,4 +445,4 @@ def _output_file(text: str) -> Path:
 
 
 def _output_file_or_dash(text: str) -> Path | str:
-    return text if text == "-" else _output_file(text)
+    return text if text == "-" else output_file(text)
