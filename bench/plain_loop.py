@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.packing import pack_bits, pack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
-from worker_svc.batch import Batch, Chunk, build_batch, forward_input, next_chunks, step
+from worker_svc.batch import Batch, Chunk, build_batch, forward_input, next_chunks
 from worker_svc.kv.pages import PagePool
 from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
@@ -29,6 +29,7 @@ from worker_svc.model_runner import ModelRunner
 from worker_svc.rounds import Session
 from worker_svc.rows import Phase, Row, SlotColumns, Start
 from worker_svc.starts import StartRules, decode_start
+from worker_svc.step import StepRows, step, step_rows
 
 
 @dataclass
@@ -142,6 +143,7 @@ class _Loop:
         self.session = Session("plain", 1)
         self.rows: list[Row] = []
         self.batch: Batch | None = None
+        self.step_rows: StepRows | None = None
         self.done_blocks: dict[str, list[Tensor]] = {
             start.name.key.request_id: [] for start in starts
         }  # int64 [B] each
@@ -165,7 +167,7 @@ class _Loop:
     def _admit(self, start: Start) -> None:
         slot = self.slots.open(start.limit_position)
         assert slot is not None
-        self.columns.write(slot, start)
+        self.columns.write([slot], [start])
         row = Row.resident(start, self.session, slot)
         if not self.keeps_kv:
             row.phase = Phase.DENOISE
@@ -184,9 +186,12 @@ class _Loop:
         )
         denoising = [row for row in self.rows if row.phase is Phase.DENOISE]
         if self.batch is None or len(denoising) > len(self.batch.rows):
-            self.batch = build_batch(denoising, [True] * len(denoising), self.columns)
+            self.batch = build_batch(denoising, self.columns)
+            self.step_rows = None
         logits = self.runner.forward(forward_input(self.batch, chunks, self.columns), self.kv)
-        flagged = step(self.batch, logits, self.columns, self.config.mask_token_id) if denoising else []
+        if self.step_rows is None:
+            self.step_rows = step_rows(denoising, self.batch.slots, [True] * len(denoising), self.columns)
+        flagged = step(self.step_rows, logits, self.columns, self.config.mask_token_id) if denoising else []
         self.result.device_ms += self.runner.finish()
         self.result.forwards += 1
         self.result.row_forwards += len(denoising)

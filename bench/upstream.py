@@ -37,8 +37,8 @@ class UpstreamPlanner(ForwardPlanner):
     def _build_batch(self, rounds: Sequence[Round]) -> Batch:
         if not self._prefills:
             return super()._build_batch(rounds)
-        self._tally = [(round_, 0, 0) for round_ in rounds]
-        return build_batch([], [], self.columns)
+        self._active, self._tally = [], [(round_, 0, 0) for round_ in rounds]
+        return build_batch([], self.columns)
 
 
 class UpstreamLoop(DenoiseLoop):

@@ -17,7 +17,6 @@ import torch
 
 from common.errors import Refused, ServiceError
 from fdfo.worker.v1 import worker_pb2 as pb
-from worker_svc.batch import RowFlags, step
 from worker_svc.forward_plan import ForwardPlanner, Plan
 from worker_svc.kv.pages import PagePool, PageUsage
 from worker_svc.kv.slots import SlotTable
@@ -26,8 +25,9 @@ from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner
 from worker_svc.replies import RowCopies, copy_rows
 from worker_svc.rounds import Deliver, Round, RoundRequest, RoundRow, Session
-from worker_svc.rows import Phase, Row, RowName, SlotColumns
-from worker_svc.starts import BadStart, StartRules, decode_start
+from worker_svc.rows import Phase, Row, RowName, SlotColumns, Start
+from worker_svc.starts import BadStart, StartRules
+from worker_svc.step import RowFlags, step
 
 REFUSAL_MEMORY_S = 1.0  # after a start found no space, schedulers share evenly for so long
 MAX_PAST_SCHEDULERS = 1024  # whose last generation is remembered after their lease
@@ -69,13 +69,14 @@ class DenoiseLoop:
         self.pool = PagePool(config.num_pages)
         self.slots = SlotTable(self.kv, self.pool, config.enable_prefix_caching)
         self.columns = SlotColumns(config.num_slots, config.block_size, runner.device, config.early_end)
-        self._start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
+        self.start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
         self.clock = clock
         self._planner = self.planner_type(config, self.pool, self.slots, self.columns)
         self._past_generations: dict[str, int] = {}
         self._last_refusal_at = float("-inf")
         self._forward_ended_at = 0.0
         self._unsent: list[tuple[Session, Round, RowCopies, pb.RunRoundResponse]] = []
+        self.state = self._state()
 
     # What schedulers ask ----------------------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class DenoiseLoop:
         for session in self.sessions.values():
             session.refuse_waiting(self._draining_error())
 
-    def state(self) -> LoopState:
+    def _state(self) -> LoopState:
         counters = pb.WorkerCounters()
         counters.CopyFrom(self.totals)
         counters.allocator_calls = self.pool.num_calls
@@ -160,15 +161,15 @@ class DenoiseLoop:
             self._boundary(session)
         rounds = self._active_rounds()
         if not rounds or not self.runner.is_asynchronous:
-            self._send_replies()
+            self._publish()
         if not rounds:
             return False
         plan = self._planner.plan(rounds)
         launched_at = self.clock()
         logits = self.runner.forward(plan.inputs, self.kv)
-        self._send_replies()
+        self._publish()
         rows = plan.batch.rows
-        flagged = step(plan.batch, logits, self.columns, self.config.mask_token_id) if rows else []
+        flagged = step(self._planner.step_rows(), logits, self.columns, self.config.mask_token_id) if rows else []
         device_ms = self.runner.finish()
         self._forward_ended_at = self.clock()
         self._account(plan, launched_at, device_ms)
@@ -214,6 +215,7 @@ class DenoiseLoop:
         calls_before = self.pool.num_calls
         self.release(session, round_.request.releases)
         round_.rows = [self._start(session, start) for start in round_.request.starts]
+        self._write_starts(round_)
         rolling: dict[str, list[Row]] = {}  # by algorithm
         round_.rows += [self._continue(session, name, rolling) for name in round_.request.continues]
         for algorithm, rows in rolling.items():
@@ -226,12 +228,10 @@ class DenoiseLoop:
         round_.work.allocator_calls += self.pool.num_calls - calls_before
         self._planner.changed()
 
-    def _start(self, session: Session, message: pb.StartRow) -> RoundRow:
+    def _start(self, session: Session, start: Start | BadStart) -> RoundRow:
         """Take slot and pages for prefix and block at once, or nothing. An older attempt is freed first."""
-        try:
-            start = decode_start(message, self._start_rules)
-        except BadStart as error:
-            return RoundRow(None, pb.ROW_STATUS_BAD_STATE, str(error))
+        if isinstance(start, BadStart):
+            return RoundRow(None, pb.ROW_STATUS_BAD_STATE, str(start))
         older = session.rows.get(start.name.key)
         if older is not None:
             if start.name.attempt <= older.name.attempt:
@@ -242,12 +242,22 @@ class DenoiseLoop:
             self._last_refusal_at = self.clock()
             return RoundRow(None, pb.ROW_STATUS_NO_KV_SPACE)
         session.ended.pop(start.name.key, None)
-        self.columns.write(slot, start)
         cached_tokens = self.slots.num_final(slot)
         cached_blocks = cached_tokens // self.config.block_size
         row = session.rows[start.name.key] = Row.resident(start, session, slot, cached_blocks)
-        self._planner.started(row, start)
         return RoundRow(row, cached_tokens=cached_tokens)
+
+    def _write_starts(self, round_: Round) -> None:
+        """The blocks of the rows that started go to their slots."""
+        started = [
+            (entry.row, start)
+            for entry, start in zip(round_.rows, round_.request.starts, strict=True)
+            if entry.row is not None and not isinstance(start, BadStart)
+        ]
+        if started:
+            self.columns.write([row.slot for row, _ in started], [start for _, start in started])
+            for row, start in started:
+                self._planner.started(row, start)
 
     def _continue(self, session: Session, name: RowName, rolling: dict[str, list[Row]]) -> RoundRow:
         """Go on in place. A done row rolls over to its next block, unless that finds no page: then it stays done."""
@@ -259,7 +269,7 @@ class DenoiseLoop:
             return RoundRow(None, pb.ROW_STATUS_SLOT_MISSING, "this worker does not hold the row")
         if row.is_withheld:
             row.is_withheld = False
-            return RoundRow(row, ends=True, forwards=0)
+            return self._ended(RoundRow(row, forwards=0), row)
         if row.phase is Phase.DONE:
             if not self.slots.grow(row.slot, (row.block_index + 2) * self.config.block_size):
                 self._last_refusal_at = self.clock()
@@ -327,7 +337,9 @@ class DenoiseLoop:
         if flags.done:
             row.phase = Phase.DONE
             row.is_withheld = entry.committed_block is not None  # a row has one done block in a reply
-            entry.ends = flags.ends and not row.is_withheld
+            row.first_stop = flags.first_stop
+            if flags.ends and not row.is_withheld:
+                self._ended(entry, row)
             self.totals.blocks_done += 1
         elif flags.bad_numerics:
             entry.error = "logits are not finite"
@@ -335,6 +347,15 @@ class DenoiseLoop:
         else:
             entry.error = "the block is over its bound of forwards"
             self._free(row, pb.ROW_STATUS_BAD_STATE)
+
+    def _ended(self, entry: RoundRow, row: Row) -> RoundRow:
+        """The row's done block ends its request: at the first stop token, or with the last allowed token."""
+        stop_position = row.block_index * self.config.block_size + row.first_stop
+        is_stop = row.first_stop < self.config.block_size and stop_position < row.limit_position
+        entry.ends = True
+        entry.end_reason = pb.END_REASON_STOP_TOKEN if is_stop else pb.END_REASON_LIMIT
+        entry.end_position = stop_position if is_stop else row.limit_position - 1
+        return entry
 
     # Replies and freeing ----------------------------------------------------------------------------------------
 
@@ -347,6 +368,7 @@ class DenoiseLoop:
             if row is not None:
                 row.entry = None
                 if entry.ends:
+                    entry.status = pb.ROW_STATUS_ENDED
                     session.remember_end(row.name, entry)
                     self._free(row, pb.ROW_STATUS_ENDED)
         round_.work.allocator_calls += self.pool.num_calls - calls_before
@@ -365,8 +387,9 @@ class DenoiseLoop:
             draining=self.draining,
         )
 
-    def _send_replies(self) -> None:
+    def _publish(self) -> None:
         """Build and deliver the replies of the rounds that are over; on an asynchronous device, while it computes."""
+        self.state = self._state()
         for session, round_, copies, reply in self._unsent:
             reply.rows.CopyFrom(copies.build())
             if round_.first_forward_at is not None:

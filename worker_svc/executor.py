@@ -36,7 +36,6 @@ class Executor:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self.failed = asyncio.Event()
-        self.state: LoopState = loop.state()
         self._thread.start()
 
     async def run_round(self, request: RoundRequest) -> pb.RunRoundResponse:
@@ -72,6 +71,11 @@ class Executor:
         """Run `function` on the device thread at the next boundary, without an answer."""
         self._inbox.put(lambda: function(self._loop))
 
+    @property
+    def state(self) -> LoopState:
+        """As of the last boundary."""
+        return self._loop.state
+
     def stop(self) -> None:
         """End the thread at the next boundary and wait for it."""
 
@@ -85,7 +89,6 @@ class Executor:
         try:
             while not self._stopping:
                 busy = self._loop.tick()
-                self.state = self._loop.state()
                 self._serve_inbox(wait=not busy)
         except BaseException:
             log.exception("device_thread_failed")

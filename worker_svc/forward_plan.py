@@ -20,6 +20,7 @@ from worker_svc.model_runner import ForwardInput
 from worker_svc.records import keep_committed
 from worker_svc.rounds import Round
 from worker_svc.rows import Phase, Row, SlotColumns, Start
+from worker_svc.step import StepRows, step_rows
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class ForwardPlanner:
         self.columns = columns
         self._batch: Batch | None = None
         self._is_stale = True
+        self._active: list[bool] = []  # of the batch's rows
+        self._step_rows: StepRows | None = None
+        self._steps_are_stale = True
         self._complete: list[Row] = []  # whose block has no mask left and no commit planned
         self._tally: list[tuple[Round, int, int]] = []
 
@@ -59,7 +63,8 @@ class ForwardPlanner:
         if not start.block_mask.any():
             slots = torch.tensor([row.slot], device=self.columns.device)
             ids, masked = self.columns.ids[slots], self.columns.masked[slots]
-            if not self.columns.ends_request(slots, ids, masked, self.columns.editable(slots), edits=False):
+            ends, _ = self.columns.ends_request(slots, ids, masked, self.columns.editable(slots), edits=False)
+            if not ends:
                 self.complete(row)
 
     def plan(self, rounds: Sequence[Round]) -> Plan:
@@ -67,9 +72,18 @@ class ForwardPlanner:
         chunks, commits = self._plan_prefill(rounds), self._plan_commits()
         if self._batch is None or self._is_stale:
             self._batch = self._build_batch(rounds)
-            self._is_stale = False
+            self._is_stale, self._steps_are_stale = False, True
         inputs = forward_input(self._batch, chunks, self.columns, commits)
         return Plan(self._batch, chunks, commits, self._tally, inputs)
+
+    def step_rows(self) -> StepRows:
+        """What the step of the planned forward needs; asked for once it is launched."""
+        assert self._batch is not None
+        if self._step_rows is None or self._steps_are_stale:
+            batch, last = self._batch, self._step_rows
+            self._step_rows = step_rows(batch.rows, batch.slots, self._active, self.columns, last)
+            self._steps_are_stale = False
+        return self._step_rows
 
     def _plan_prefill(self, rounds: Sequence[Round]) -> list[Chunk]:
         """Chunks in the order of the rounds, within the budget of one forward."""
@@ -114,7 +128,7 @@ class ForwardPlanner:
     def _build_batch(self, rounds: Sequence[Round]) -> Batch:
         """All denoising rows of the active rounds, and in SYNC rounds the done ones, which keep their place."""
         rows: list[Row] = []
-        active: list[bool] = []
+        active = self._active = []
         self._tally = []
         for round_ in rounds:
             first = len(rows)
@@ -126,4 +140,4 @@ class ForwardPlanner:
                         active.append(denoises)
             num_active = sum(active[first:])
             self._tally.append((round_, num_active, len(rows) - first - num_active))
-        return build_batch(rows, active, self.columns, self._batch)
+        return build_batch(rows, self.columns, self._batch)

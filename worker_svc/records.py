@@ -9,10 +9,13 @@ a step has set, for rows that ask; a batch without such a row computes and copie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.algorithms.base import StepBatch
@@ -77,41 +80,40 @@ def keep_committed(rows: list[Row], columns: SlotColumns) -> None:
 
 
 class RecordCopies(NamedTuple):
-    """The records of a round's done and open blocks as they were at its end; None where none of them wants the kind."""
+    """The records of all slots as they were at a round's end; None where none of its rows wants the kind."""
 
-    done_first_unmask_steps: Tensor | None  # int64 [done blocks, B]
-    done_logprobs: Tensor | None  # float32, likewise
-    open_first_unmask_steps: Tensor | None  # int64 [open blocks, B]
-    open_logprobs: Tensor | None  # float32, likewise
+    first_unmask_steps: tuple[Tensor, Tensor] | None  # int64 [slots, B]: of the blocks, and of those before
+    logprobs: tuple[Tensor, Tensor] | None  # float32, likewise
+
+    def columns(
+        self, done: Sequence[Row], was_committed: NDArray[np.bool_], open_: Sequence[Row], masked: NDArray[np.int64]
+    ) -> dict[str, bytes]:
+        """The columns of a reply by name, for its done and open rows; 0 for rows that do not want them and where the
+        mask is (`masked` [slots, B]). `was_committed`: the done block is the one before. Waits for the device."""
+        result: dict[str, bytes] = {}
+        for kind, dtype, values in (
+            ("first_unmask_steps", "<i4", self.first_unmask_steps),
+            ("logprobs", "<f4", self.logprobs),
+        ):
+            for part, rows, is_before in (
+                ("done", done, was_committed),
+                ("block", open_, np.zeros(len(open_), dtype=bool)),
+            ):
+                wants = np.array([getattr(row, f"wants_{kind}") for row in rows], dtype=bool)
+                if values is None or not wants.any():
+                    continue
+                now, before = (value.cpu().numpy() for value in values)
+                slots = np.array([row.slot for row in rows])
+                own = np.where(is_before[:, None], before[slots], np.where(masked[slots] != 0, 0, now[slots]))
+                result[f"{part}_{kind}"] = np.where(wants[:, None], own, 0).astype(dtype).tobytes()
+        return result
 
 
-def copy_records(done: list[Row], was_committed: list[bool], open_: list[Row], columns: SlotColumns) -> RecordCopies:
-    """The records as they are now. `was_committed`: the done block is the one whose records were put aside."""
+def copy_records(rows: Sequence[Row], columns: SlotColumns) -> RecordCopies:
+    """The records of a round's rows as they are now."""
     steps = (columns.first_unmask_steps, columns.committed_first_unmask_steps)
     logprobs = (columns.logprobs, columns.committed_logprobs)
-    is_before = [False] * len(open_)
     return RecordCopies(
-        _gather(done, [row.wants_first_unmask_steps for row in done], was_committed, *steps, columns.masked),
-        _gather(done, [row.wants_logprobs for row in done], was_committed, *logprobs, columns.masked),
-        _gather(open_, [row.wants_first_unmask_steps for row in open_], is_before, *steps, columns.masked),
-        _gather(open_, [row.wants_logprobs for row in open_], is_before, *logprobs, columns.masked),
+        (steps[0].clone(), steps[1].clone()) if any(row.wants_first_unmask_steps for row in rows) else None,
+        (logprobs[0].clone(), logprobs[1].clone()) if any(row.wants_logprobs for row in rows) else None,
     )
-
-
-def _gather(
-    rows: list[Row], wants: list[bool], was_committed: list[bool], now: Tensor, committed: Tensor, masked: Tensor
-) -> Tensor | None:
-    """[rows, B] of what the slots hold; 0 for rows that do not want it and where the mask is. None if no row does."""
-    if not any(wants):
-        return None
-    device = now.device
-    slots = torch.tensor([row.slot for row in rows], device=device)
-    values = torch.where(masked[slots], 0, now[slots])
-    if any(was_committed):
-        values = torch.where(torch.tensor(was_committed, device=device)[:, None], committed[slots], values)
-    return torch.where(torch.tensor(wants, device=device)[:, None], values, 0)
-
-
-def pack_records(values: Tensor | None, dtype: str) -> bytes:
-    """As packed bytes of a NumPy type; waits for the device."""
-    return b"" if values is None else values.cpu().numpy().astype(dtype).tobytes()

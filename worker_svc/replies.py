@@ -1,12 +1,14 @@
 """The rows of a reply: copied when their round is over, made into columns when there is time.
 
-`copy_rows` is all that must happen before the next round changes the rows: one gather by slot, on the device. The rest,
-`RowCopies.build`, is host work that may run while the device computes the next forward.
+`copy_rows` is all that must happen before the next round changes the rows: the columns of all slots, copied on the
+device, and what the host knows of each row. The rest, `RowCopies.build`, is host work that may run while the device
+computes the next forward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,129 +16,102 @@ from torch import Tensor
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.algorithms import ALGORITHMS
-from worker_svc.records import RecordCopies, copy_records, pack_records
+from worker_svc.records import RecordCopies, copy_records
 from worker_svc.rounds import Round, RoundRow
 from worker_svc.rows import Phase, Row, SlotColumns
+
+
+class RowCopy(NamedTuple):
+    """A line of the round and what its row, if it has one, was at the round's end."""
+
+    entry: RoundRow
+    row: Row
+    phase: Phase
+    block_index: int
+    prefilled_blocks: int
 
 
 @dataclass(frozen=True)
 class RowCopies:
     """The rows of a round as they were at its end. A row has a done block, an open one (not done), both or none."""
 
-    entries: list[RoundRow]
-    prefilled_tokens: list[int]  # for each entry, as the next three
-    forwards: list[int]
-    is_done: list[bool]
-    is_open: list[bool]
-    done_blocks: list[int]  # index of each done block
-    done_ids: Tensor  # int64 [done blocks, B]
-    open_rows: list[tuple[str, int]]  # algorithm and block index of each open block
-    table: Tensor  # int64 [open blocks, 2B + 1]: ids, mask bits, step count
-    states: dict[str, dict[str, Tensor]]  # by algorithm, each [open blocks, ...]; only of algorithms with a state
+    round_: Round
+    rows: list[RowCopy | None]  # None = a line without a row
+    table: Tensor  # int64 [slots, 3B + 1]: ids, ids of the block before, mask bits, step count
+    states: dict[str, dict[str, Tensor]]  # by algorithm, each [slots, ...]; only of algorithms with a state
     records: RecordCopies
 
     def build(self) -> pb.RowReplies:
         """The columns of the reply."""
-        size = self.done_ids.shape[1]
+        entries, size = self.round_.rows, self.table.shape[1] // 3
+        with_row = [row for row in self.rows if row is not None]
+        done = [row for row in with_row if row.entry.committed_block is not None or row.phase is Phase.DONE]
+        open_ = [row for row in with_row if row.entry.committed_block is not None or row.phase is Phase.DENOISE]
+        is_done, is_open = {id(row.entry) for row in done}, {id(row.entry) for row in open_}
+        was_committed = np.array([row.entry.committed_block is not None for row in done], dtype=bool)
+        done_slots = np.array([row.row.slot for row in done], dtype=np.int64)
+        open_slots = np.array([row.row.slot for row in open_], dtype=np.int64)
         host = self.table.cpu().numpy()
-        masks = np.packbits(host[:, size : 2 * size].astype(bool), axis=1, bitorder="little")
+        ids, before, masked = host[:, :size], host[:, size : 2 * size], host[:, 2 * size : 3 * size]
+        done_ids = np.where(was_committed[:, None], before[done_slots], ids[done_slots])
         return pb.RowReplies(
-            statuses=[entry.status for entry in self.entries],
-            accept_lengths=[size * is_done for is_done in self.is_done],
-            done_block_indexes=self.done_blocks,
-            done_ids=self.done_ids.cpu().numpy().astype("<i4").tobytes(),
-            has_block=self.is_open,
-            block_indexes=[block_index for _, block_index in self.open_rows],
-            block_ids=host[:, :size].astype("<i4").tobytes(),
-            block_masks=masks.tobytes(),
-            step_counts=host[:, -1].tolist(),
-            algo_states=[self._state(place, name) for place, (name, _) in enumerate(self.open_rows)],
-            forwards=self.forwards,
-            prefilled_tokens=self.prefilled_tokens,
-            cached_tokens=[entry.cached_tokens for entry in self.entries],
-            end_reasons=[entry.end_reason for entry in self.entries],
-            end_positions=[entry.end_position for entry in self.entries],
-            done_first_unmask_steps=pack_records(self.records.done_first_unmask_steps, "<i4"),
-            done_logprobs=pack_records(self.records.done_logprobs, "<f4"),
-            block_first_unmask_steps=pack_records(self.records.open_first_unmask_steps, "<i4"),
-            block_logprobs=pack_records(self.records.open_logprobs, "<f4"),
-            errors={number: entry.error for number, entry in enumerate(self.entries) if entry.error},
+            statuses=[self._status(entry, row) for entry, row in zip(entries, self.rows, strict=True)],
+            accept_lengths=[size if id(entry) in is_done else 0 for entry in entries],
+            done_block_indexes=[
+                row.block_index if row.entry.committed_block is None else row.entry.committed_block for row in done
+            ],
+            done_ids=done_ids.astype("<i4").tobytes(),
+            has_block=[id(entry) in is_open for entry in entries],
+            block_indexes=[row.block_index for row in open_],
+            block_ids=ids[open_slots].astype("<i4").tobytes(),
+            block_masks=np.packbits(masked[open_slots].astype(bool), axis=1, bitorder="little").tobytes(),
+            step_counts=host[open_slots, -1].tolist(),
+            algo_states=[self._state(row.row) for row in open_],
+            forwards=[self._forwards(entry, row) for entry, row in zip(entries, self.rows, strict=True)],
+            prefilled_tokens=[0 if row is None else row.prefilled_blocks * size for row in self.rows],
+            cached_tokens=[entry.cached_tokens for entry in entries],
+            end_reasons=[entry.end_reason for entry in entries],
+            end_positions=[entry.end_position for entry in entries],
+            errors={number: entry.error for number, entry in enumerate(entries) if entry.error},
+            **self.records.columns([row.row for row in done], was_committed, [row.row for row in open_], masked),
         )
 
-    def _state(self, place: int, name: str) -> bytes:
+    @staticmethod
+    def _status(entry: RoundRow, row: RowCopy | None) -> pb.RowStatus:
+        prefills = row is not None and row.phase is Phase.PREFILL
+        return pb.ROW_STATUS_PREFILLING if prefills else entry.status
+
+    def _forwards(self, entry: RoundRow, row: RowCopy | None) -> int:
+        """Denoise forwards of the row in this round; waiting and prefill not counted."""
+        if entry.forwards is not None:
+            return entry.forwards
+        if row is None or row.phase is Phase.PREFILL:
+            return 0
+        return self.round_.work.forwards - entry.joined_after
+
+    def _state(self, row: Row) -> bytes:
         """The state of a row's algorithm as it travels."""
-        if name not in self.states:
+        if row.algorithm not in self.states:
             return b""
-        state = {key: column[place, None] for key, column in self.states[name].items()}
-        return ALGORITHMS[name].encode_state(state)
+        state = {key: column[row.slot, None] for key, column in self.states[row.algorithm].items()}
+        return ALGORITHMS[row.algorithm].encode_state(state)
 
 
 def copy_rows(round_: Round, columns: SlotColumns) -> RowCopies:
-    """The rows as they are now. Sets the status of those that prefill, and the end of those whose request ends."""
-    size, device = columns.block_size, columns.device
-    is_done, is_open, prefilled_tokens, done_blocks, was_committed = [], [], [], [], []
-    done_rows: list[Row] = []
-    open_rows: list[Row] = []
-    for entry in round_.rows:
-        row = entry.row
-        has_commit = row is not None and entry.committed_block is not None
-        is_done.append(row is not None and (has_commit or row.phase is Phase.DONE))
-        is_open.append(row is not None and (has_commit or row.phase is Phase.DENOISE))
-        prefilled_tokens.append(row.prefilled_blocks * size if row is not None else 0)
-        if row is None:
-            continue
-        if row.phase is Phase.PREFILL:
-            entry.status = pb.ROW_STATUS_PREFILLING
-        elif entry.ends:
-            _end(entry, row, columns.ids[row.slot].tolist())
-        if is_done[-1]:
-            done_blocks.append(row.block_index if entry.committed_block is None else entry.committed_block)
-            done_rows.append(row)
-            was_committed.append(has_commit)
-        if is_open[-1]:
-            open_rows.append(row)
-    done = torch.tensor([row.slot for row in done_rows], dtype=torch.int64, device=device)
-    done_ids = columns.ids.index_select(0, done)
-    if any(was_committed):
-        committed_ids = columns.committed_ids.index_select(0, done)
-        done_ids = torch.where(torch.tensor(was_committed, device=device)[:, None], committed_ids, done_ids)
-    slots = torch.tensor([row.slot for row in open_rows], dtype=torch.int64, device=device)
-    block = (columns.ids, columns.masked, columns.step_index[:, None])
+    """The rows as they are now."""
+    rows = [
+        None if (row := entry.row) is None else RowCopy(entry, row, row.phase, row.block_index, row.prefilled_blocks)
+        for entry in round_.rows
+    ]
+    own = [copy.row for copy in rows if copy is not None]
     return RowCopies(
-        entries=round_.rows,
-        prefilled_tokens=prefilled_tokens,
-        forwards=[_forwards(entry, round_) for entry in round_.rows],
-        is_done=is_done,
-        is_open=is_open,
-        done_blocks=done_blocks,
-        done_ids=done_ids,
-        open_rows=[(row.algorithm, row.block_index) for row in open_rows],
-        table=torch.cat([column.index_select(0, slots) for column in block], dim=1),
+        round_=round_,
+        rows=rows,
+        table=torch.cat((columns.ids, columns.committed_ids, columns.masked, columns.step_index[:, None]), dim=1),
         states={
-            name: {key: column.index_select(0, slots) for key, column in columns.states[name].items()}
-            for name in {row.algorithm for row in open_rows}
+            name: {key: column.clone() for key, column in columns.states[name].items()}
+            for name in {row.algorithm for row in own}
             if columns.states[name]
         },
-        records=copy_records(done_rows, was_committed, open_rows, columns),
+        records=copy_records(own, columns),
     )
-
-
-def _forwards(entry: RoundRow, round_: Round) -> int:
-    """Denoise forwards of the row in this round; waiting and prefill not counted."""
-    if entry.forwards is not None:
-        return entry.forwards
-    if entry.row is None or entry.row.phase is Phase.PREFILL:
-        return 0
-    return round_.work.forwards - entry.joined_after
-
-
-def _end(entry: RoundRow, row: Row, ids: list[int]) -> None:
-    """Where the request ends inside its done block: at the first stop token, or with the last allowed token."""
-    size = len(ids)
-    first = row.block_index * size
-    entry.status = pb.ROW_STATUS_ENDED
-    entry.end_reason, entry.end_position = pb.END_REASON_LIMIT, row.limit_position - 1
-    for position in range(max(first, row.prompt_length), min(first + size, row.limit_position)):
-        if ids[position - first] in row.stop_token_ids:
-            entry.end_reason, entry.end_position = pb.END_REASON_STOP_TOKEN, position
-            return

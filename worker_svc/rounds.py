@@ -10,7 +10,8 @@ from common.errors import Refused, ServiceError
 from fdfo.worker.v1 import worker_pb2 as pb
 
 if TYPE_CHECKING:
-    from worker_svc.rows import Row, RowKey, RowName
+    from worker_svc.rows import Row, RowKey, RowName, Start
+    from worker_svc.starts import BadStart
 
 MAX_ROUNDS_KEPT = 16  # waiting, and replied but not acknowledged; a scheduler keeps k + 1 of each
 
@@ -19,7 +20,7 @@ Deliver = Callable[[pb.RunRoundResponse | ServiceError], None]
 
 @dataclass
 class RoundRequest:
-    """A RunRoundRequest whose columns were checked (wire.py); starts are still as they came."""
+    """A RunRoundRequest, checked and decoded (wire.py)."""
 
     scheduler_id: str
     generation: int
@@ -31,7 +32,7 @@ class RoundRequest:
     max_forwards: int  # 0 = no limit
     max_round_ms: int
     releases: list[RowName]
-    starts: list[pb.StartRow]
+    starts: list[Start | BadStart]
     continues: list[RowName]
     arrived_at: float = 0.0  # seconds of the worker's clock; 0 = when the loop takes it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +16,9 @@ from worker_svc.algorithms.base import SamplingColumns
 
 if TYPE_CHECKING:
     from worker_svc.rounds import RoundRow, Session
+
+
+NUM_INTEGERS = 8  # of a row, beside its stop token ids
 
 
 class RowKey(NamedTuple):
@@ -71,15 +75,14 @@ class Row:
     slot: int
     algorithm: str
     samples: bool  # temperature above 0
-    prompt_length: int
     limit_position: int
-    stop_token_ids: frozenset[int]
     block_index: int
     prefix: Tensor  # int64 [first block_index, B] on the host, until prefilled
     wants_first_unmask_steps: bool = False
     wants_logprobs: bool = False
     prefilled_blocks: int = 0
     is_withheld: bool = False  # done and ended in the forward that committed the block before, which was told first
+    first_stop: int = 0  # once its request ends: offset of the block's first stop token id; B = none
     phase: Phase = Phase.PREFILL
     entry: RoundRow | None = None
 
@@ -92,9 +95,7 @@ class Row:
             slot=slot,
             algorithm=start.algorithm,
             samples=start.temperature > 0,
-            prompt_length=start.prompt_length,
             limit_position=start.limit_position,
-            stop_token_ids=frozenset(start.stop_token_ids),
             block_index=start.block_index,
             prefix=start.prefix,
             wants_first_unmask_steps=start.first_unmask_steps is not None,
@@ -112,7 +113,6 @@ class SlotColumns:
     block_size: int
     device: torch.device
     early_end: bool = True  # a block may end its request with masks behind the first stop token
-    params: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     initial_states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -122,9 +122,6 @@ class SlotColumns:
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        def floats() -> Tensor:
-            return torch.zeros(slots, dtype=torch.float32, device=device)
-
         self.ids = integers(slots, size)
         self.committed_ids = integers(slots, size)  # of the block before, while a fused commit is not told
         self.masked = torch.zeros(slots, size, dtype=torch.bool, device=device)
@@ -132,49 +129,66 @@ class SlotColumns:
         self.logprobs = torch.zeros(slots, size, dtype=torch.float32, device=device)  # likewise
         self.committed_first_unmask_steps = integers(slots, size)  # with committed_ids
         self.committed_logprobs = torch.zeros_like(self.logprobs)  # likewise
-        self.block_index = integers(slots)
-        self.step_index = integers(slots)
-        self.max_steps = integers(slots)
-        self.prompt_length = integers(slots)
-        self.limit_position = integers(slots)
-        self.stop_token_ids = integers(slots, MAX_ROW_STOP_TOKEN_IDS)  # padded with -1
-        self.temperature, self.top_p, self.min_p = floats(), floats(), floats()
-        self.top_k, self.seed, self.sample_index = integers(slots), integers(slots), integers(slots)
+        # What a start sets with two writes; the columns are views.
+        self._integers = integers(slots, NUM_INTEGERS + MAX_ROW_STOP_TOKEN_IDS)
+        (
+            self.block_index,
+            self.step_index,
+            self.max_steps,
+            self.prompt_length,
+            self.limit_position,
+            self.top_k,
+            self.seed,
+            self.sample_index,
+        ) = self._integers[:, :NUM_INTEGERS].unbind(dim=1)
+        self.stop_token_ids = self._integers[:, NUM_INTEGERS:]  # padded with -1
+        params = [(name, param.name) for name, algorithm in ALGORITHMS.items() for param in algorithm.params]
+        self._floats = torch.zeros(slots, 3 + len(params), dtype=torch.float32, device=device)
+        self.temperature, self.top_p, self.min_p, *columns = self._floats.unbind(dim=1)
+        self.params: dict[str, dict[str, Tensor]] = {name: {} for name in ALGORITHMS}
+        for (name, param), column in zip(params, columns, strict=True):
+            self.params[name][param] = column
         self.offsets = torch.arange(size, device=device)
-        self.starts = 0  # rows written so far
         for name, algorithm in ALGORITHMS.items():
-            self.params[name] = {param.name: floats() for param in algorithm.params}
             self.states[name] = algorithm.init_step_state(slots, device)
             self.initial_states[name] = algorithm.init_step_state(1, device)
 
-    def write(self, slot: int, start: Start) -> None:
-        """Put a starting row into its slot."""
-        self.starts += 1
-        self.ids[slot] = start.block_ids.to(self.device)
-        self.masked[slot] = start.block_mask.to(self.device)
-        if start.first_unmask_steps is not None:
-            self.first_unmask_steps[slot] = start.first_unmask_steps.to(self.device)
-        if start.logprobs is not None:
-            self.logprobs[slot] = start.logprobs.to(self.device)
-        self.block_index[slot] = start.block_index
-        self.step_index[slot] = start.step_count
-        self.max_steps[slot] = ALGORITHMS[start.algorithm].max_steps(self.block_size, start.params)
-        self.prompt_length[slot] = start.prompt_length
-        self.limit_position[slot] = start.limit_position
-        stops = start.stop_token_ids
-        self.stop_token_ids[slot] = torch.tensor(
-            stops + [-1] * (MAX_ROW_STOP_TOKEN_IDS - len(stops)), device=self.device
+    def write(self, slots: Sequence[int], starts: Sequence[Start]) -> None:
+        """Put starting rows into their slots, at least one."""
+        device, places = self.device, torch.tensor(slots, device=self.device)
+        self.ids[places] = torch.stack([start.block_ids for start in starts]).to(device)
+        self.masked[places] = torch.stack([start.block_mask for start in starts]).to(device)
+        self._integers[places] = torch.tensor([self._integers_of(start) for start in starts], device=device)
+        self._floats[places] = torch.tensor([self._floats_of(start) for start in starts], device=device)
+        for slot, start in zip(slots, starts, strict=True):
+            if start.first_unmask_steps is not None:
+                self.first_unmask_steps[slot] = start.first_unmask_steps.to(device)
+            if start.logprobs is not None:
+                self.logprobs[slot] = start.logprobs.to(device)
+            for key, column in self.states[start.algorithm].items():
+                column[slot] = start.state.get(key, self.initial_states[start.algorithm][key])[0].to(device)
+
+    def _integers_of(self, start: Start) -> list[int]:
+        return [
+            start.block_index,
+            start.step_count,
+            ALGORITHMS[start.algorithm].max_steps(self.block_size, start.params),
+            start.prompt_length,
+            start.limit_position,
+            start.top_k,
+            start.seed - (1 << 64 if start.seed >> 63 else 0),  # the same 64 bits as int64
+            start.name.key.sample_index,
+            *start.stop_token_ids,
+            *[-1] * (MAX_ROW_STOP_TOKEN_IDS - len(start.stop_token_ids)),
+        ]
+
+    def _floats_of(self, start: Start) -> list[float]:
+        others = (
+            start.params[param] if name == start.algorithm else 0.0
+            for name, columns in self.params.items()
+            for param in columns
         )
-        self.temperature[slot] = start.temperature
-        self.top_p[slot] = start.top_p
-        self.min_p[slot] = start.min_p
-        self.top_k[slot] = start.top_k
-        self.seed[slot] = start.seed - (1 << 64 if start.seed >> 63 else 0)  # the same 64 bits as int64
-        self.sample_index[slot] = start.name.key.sample_index
-        for param, column in self.params[start.algorithm].items():
-            column[slot] = start.params[param]
-        for key, column in self.states[start.algorithm].items():
-            column[slot] = start.state.get(key, self.initial_states[start.algorithm][key])[0].to(self.device)
+        return [start.temperature, start.top_p, start.min_p, *others]
 
     def next_blocks(self, name: str, slots: Tensor, mask_token_id: int) -> None:
         """Begin the next block of the rows in `slots` (int64 [R]), all of algorithm `name`: step 0, fresh state."""
@@ -196,19 +210,23 @@ class SlotColumns:
         positions = self.block_index[slots, None] * self.block_size + self.offsets
         return positions >= self.prompt_length[slots, None]
 
-    def ends_request(self, slots: Tensor, ids: Tensor, masked: Tensor, editable: Tensor, edits: bool) -> Tensor:
-        """bool [R]: whether a block as it stands ([R, B] each) decides that its request ends.
+    def ends_request(
+        self, slots: Tensor, ids: Tensor, masked: Tensor, editable: Tensor, edits: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Whether a block as it stands ([R, B] each) decides that its request ends, bool [R], and the offset of its
+        first stop token id in a generated position, int64 [R], B without one.
 
-        It has no mask, and a stop token id in a generated position or the limit. Where set tokens stay, masks behind
-        the first stop token do not matter: it stays the first one once all before it is set.
+        It ends with no mask left, and a stop token id or the limit. Where set tokens stay, masks behind the first stop
+        token do not matter: it stays the first one once all before it is set.
         """
         stops = self.stop_token_ids[slots]
         is_stop = (ids[:, :, None] == stops[:, None, :]).any(dim=2) & editable & ~masked
+        first_stop = torch.where(is_stop, self.offsets, self.block_size).amin(dim=1)
         is_open = masked
         if self.early_end and not edits:
-            is_open = is_open & (is_stop.cumsum(dim=1) == 0)
+            is_open = is_open & (self.offsets < first_stop[:, None])
         has_limit = (self.block_index[slots] + 1) * self.block_size >= self.limit_position[slots]
-        return ~is_open.any(dim=1) & (is_stop.any(dim=1) | has_limit)
+        return ~is_open.any(dim=1) & ((first_stop < self.block_size) | has_limit), first_stop
 
     def sampling(self, slots: Tensor, any_sampling: bool) -> SamplingColumns:
         return SamplingColumns(

@@ -49,6 +49,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, executor: Executor, loop: DenoiseLoop, folder: ModelFolder, settings: WorkerSettings) -> None:
         self._executor = executor
         self._epoch = loop.epoch
+        self._start_rules = loop.start_rules
         self._info = pb.GetWorkerInfoResponse(
             worker_epoch=loop.epoch,
             fingerprint=folder.fingerprint,
@@ -70,7 +71,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def RunRound(self, request: pb.RunRoundRequest, context: Context) -> pb.RunRoundResponse:
         try:
-            return await self._executor.run_round(decode_round(request))
+            return await self._executor.run_round(decode_round(request, self._start_rules))
         except ServiceError as error:
             await abort_with(context, error)
 

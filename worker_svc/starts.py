@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,17 @@ def decode_start(start: pb.StartRow, rules: StartRules) -> Start:
         first_unmask_steps=steps,
         logprobs=logprobs,
     )
+
+
+def decode_starts(starts: Iterable[pb.StartRow], rules: StartRules) -> list[Start | BadStart]:
+    """Each row of a round, or what is wrong with it."""
+    decoded: list[Start | BadStart] = []
+    for start in starts:
+        try:
+            decoded.append(decode_start(start, rules))
+        except BadStart as error:
+            decoded.append(error)
+    return decoded
 
 
 def _check(holds: bool, message: str) -> None:

@@ -8,6 +8,7 @@ from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.algorithms import ALGORITHMS
 from worker_svc.denoise import DenoiseLoop, run_fdfo
 from worker_svc.rounds import RoundRequest
+from worker_svc.starts import decode_start
 
 SCHEDULER_ID = "warm-up"
 
@@ -44,7 +45,7 @@ def warm_up(loop: DenoiseLoop) -> None:
         max_forwards=0,
         max_round_ms=60_000,
         releases=[],
-        starts=starts[: loop.config.num_slots],
+        starts=[decode_start(start, loop.start_rules) for start in starts[: loop.config.num_slots]],
         continues=[],
     )
     run_fdfo(loop, request)

@@ -1,4 +1,7 @@
-"""RunRound messages in, checked: everything that speaks of the whole round. Rows are checked in starts.py."""
+"""RunRound messages in, checked: everything that speaks of the whole round. Start rows are checked in starts.py.
+
+This runs beside the device thread, so that no boundary waits for it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from common.errors import InvalidField
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.rounds import RoundRequest
 from worker_svc.rows import RowKey, RowName
+from worker_svc.starts import StartRules, decode_starts
 
 MAX_ROWS_PER_ROUND = 4096
 MAX_ID_CHARACTERS = 256
@@ -30,7 +34,7 @@ def check_scheduler_id(scheduler_id: str) -> None:
         raise InvalidField("scheduler_id", f"1 to {MAX_ID_CHARACTERS} characters")
 
 
-def decode_round(request: pb.RunRoundRequest) -> RoundRequest:
+def decode_round(request: pb.RunRoundRequest, rules: StartRules) -> RoundRequest:
     """The round of a RunRoundRequest; InvalidField names what is wrong."""
     check_scheduler_id(request.scheduler_id)
     if request.mode not in (pb.MODE_FDFO, pb.MODE_SYNC):
@@ -60,6 +64,6 @@ def decode_round(request: pb.RunRoundRequest) -> RoundRequest:
         max_forwards=request.max_forwards,
         max_round_ms=request.max_round_ms or DEFAULT_ROUND_MS,
         releases=decode_names(request.releases, "releases"),
-        starts=starts,
+        starts=decode_starts(starts, rules),
         continues=continues,
     )

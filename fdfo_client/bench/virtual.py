@@ -76,7 +76,7 @@ class LoopLink:
         return info
 
     async def run_round(self, request: pb.RunRoundRequest, timeout_s: float) -> pb.RunRoundResponse:
-        decoded = decode_round(pb.RunRoundRequest.FromString(request.SerializeToString()))
+        decoded = decode_round(pb.RunRoundRequest.FromString(request.SerializeToString()), self.loop.start_rules)
         result: asyncio.Future[pb.RunRoundResponse | ServiceError] = asyncio.get_running_loop().create_future()
 
         def deliver(outcome: pb.RunRoundResponse | ServiceError) -> None:

@@ -12,6 +12,7 @@ from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ForwardInput
 from worker_svc.rounds import RoundRequest
 from worker_svc.rows import RowKey, RowName
+from worker_svc.starts import decode_starts
 
 BLOCK, MASK, VOCAB = 32, 1, 64
 FILL, STOP, BAD = 40, 2, 63  # tokens: what the model writes; the stop token; a prompt that makes logits NaN
@@ -136,6 +137,7 @@ class Driver:
             "continues": [],
         }
         values.update(fields)
+        values["starts"] = decode_starts(values["starts"], self.loop.start_rules)  # type: ignore[arg-type]
         self.next_id += 1
         return RoundRequest(**values)  # type: ignore[arg-type]
 

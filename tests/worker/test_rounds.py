@@ -258,5 +258,5 @@ def test_a_malformed_round_is_refused_by_field(field: str, change: dict[str, obj
     """Nothing of it reaches the loop."""
     values: dict[str, object] = {"scheduler_id": "s", "mode": pb.MODE_FDFO, "round_id": 1, **change}
     with pytest.raises(InvalidField) as caught:
-        decode_round(pb.RunRoundRequest(**values))  # type: ignore[arg-type]
+        decode_round(pb.RunRoundRequest(**values), make_loop().start_rules)  # type: ignore[arg-type]
     assert caught.value.field == field
