@@ -188,6 +188,7 @@ class _Loop:
         if self.batch is None or len(denoising) > len(self.batch.rows):
             self.batch = build_batch(denoising, self.columns)
             self.step_rows = None
+        self.slots.write_pages()
         logits = self.runner.forward(forward_input(self.batch, chunks, self.columns), self.kv)
         if self.step_rows is None:
             self.step_rows = step_rows(denoising, self.batch.slots, [True] * len(denoising), self.columns)

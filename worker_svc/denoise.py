@@ -162,9 +162,10 @@ class DenoiseLoop:
         rounds = self._active_rounds()
         if not rounds or not self.runner.is_asynchronous:
             self._publish()
-        if not rounds:
+        plan = self._planner.plan(rounds) if rounds else None
+        self.slots.write_pages()
+        if plan is None:
             return False
-        plan = self._planner.plan(rounds)
         launched_at = self.clock()
         logits = self.runner.forward(plan.inputs, self.kv)
         self._publish()

@@ -60,7 +60,7 @@ class ForwardPlanner:
 
     def started(self, row: Row, start: Start) -> None:
         """A block that starts without a masked position has its commit next, unless it ends its request."""
-        if not start.block_mask.any():
+        if start.is_complete:
             slots = torch.tensor([row.slot], device=self.columns.device)
             ids, masked = self.columns.ids[slots], self.columns.masked[slots]
             ends, _ = self.columns.ends_request(slots, ids, masked, self.columns.editable(slots), edits=False)

@@ -51,6 +51,7 @@ class Start:
     block_index: int
     block_ids: Tensor  # int64 [B]
     block_mask: Tensor  # bool [B]
+    is_complete: bool  # no position is masked
     step_count: int
     algorithm: str
     params: dict[str, float]

@@ -83,6 +83,7 @@ def decode_start(start: pb.StartRow, rules: StartRules) -> Start:
         block_index=start.block_index,
         block_ids=block_ids,
         block_mask=torch.tensor(mask),
+        is_complete=not any(mask),
         step_count=start.step_count,
         algorithm=start.algorithm,
         params=params,

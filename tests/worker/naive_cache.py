@@ -129,6 +129,7 @@ class CheckedSlots(SlotTable):
         return {page for slot in self.slots.values() for page in slot.pages}
 
     def pages_of(self, slot: int) -> list[int]:
+        self.write_pages()
         return [page for page in self.kv.page_table[slot].tolist() if page]
 
     def compare(self) -> None:

@@ -296,6 +296,7 @@ class Rounds(RuleBasedStateMachine):
         usage = loop.pool.usage()
         assert usage.free + usage.cached + usage.held == usage.total == loop.config.num_pages
         assert loop.slots.num_free == NUM_SLOTS - len(rows)
+        loop.slots.write_pages()
         table = loop.kv.page_table.tolist()
         given = [page for entry in table for page in entry if page]
         assert len(set(given)) == usage.held
@@ -390,6 +391,7 @@ def test_close_is_idempotent() -> None:
     assert slot is not None and table.pool.num_free == 3 and table.num_free == 2
     for _ in range(2):
         table.close(slot)
+        table.write_pages()
         assert table.pool.num_free == 6 and table.num_free == 3 and not table.kv.page_table.any()
     table.close(2)
     assert table.pool.num_free == 6 and table.num_free == 3
@@ -400,12 +402,14 @@ def test_open_and_grow_take_all_or_nothing() -> None:
     table = make_table()
     slot = table.open(17)
     assert slot is not None and table.num_pages(slot) == 5
+    table.write_pages()
     before = table.kv.page_table.clone()
     assert table.open(5) is None and table.pool.num_free == 1 and table.num_free == 2
     other = table.open(1)
     assert other is not None and not table.grow(other, 5)
     assert table.pool.num_free == 0 and table.num_pages(other) == 1
     table.close(other)
+    table.write_pages()
     assert torch.equal(table.kv.page_table, before)
     assert table.grow(slot, 20), "what is there already takes no page"
     few = make_table(num_slots=1)

@@ -3,7 +3,8 @@
     position      0 ........ page_size ........ 2 * page_size ...
     page_table    [slot, 0]  [slot, 1]          [slot, 2]          0 = null page
 
-The map lives on the device (`KVStore.page_table`) and is written when a page is taken, never per forward.
+The map lives on the device (`KVStore.page_table`). What changed in it is written at once, by `write_pages` before the
+forward that needs it; a forward without a new page writes nothing.
 
 With prefix caching a slot opens with the pages that the cache has of its prefix, and its own pages enter the cache when
 they are full of final KV: at once where they follow pages that are the cache's too, else when the slot closes (another
@@ -12,6 +13,7 @@ request computed the same tokens at the same time, and the cache has that one's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +51,7 @@ class SlotTable:
         self.page_size = kv.k.shape[2]
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._open: dict[int, _Slot] = {}
+        self._unwritten: dict[tuple[int, int], int] = {}  # pages by slot and place; 0 = none
 
     @property
     def num_free(self) -> int:
@@ -75,7 +78,7 @@ class SlotTable:
         pages = shared + taken
         tail = ids[len(keys) * self.page_size * ID_BYTES :]
         self._open[slot] = _Slot(pages, keys, tail, len(shared) * self.page_size, len(shared))
-        self.kv.page_table[slot, : len(pages)] = torch.tensor(pages, device=self.kv.page_table.device)
+        self._set_pages(slot, 0, pages)
         return slot
 
     def grow(self, slot: int, num_positions: int) -> bool:
@@ -87,10 +90,20 @@ class SlotTable:
         taken = self.pool.take(missing)
         if taken is None:
             return False
-        first = len(pages)
+        self._set_pages(slot, len(pages), taken)
         pages.extend(taken)
-        self.kv.page_table[slot, first : len(pages)] = torch.tensor(taken, device=self.kv.page_table.device)
         return True
+
+    def _set_pages(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        self._unwritten.update(((slot, place), page) for place, page in enumerate(pages, first))
+
+    def write_pages(self) -> None:
+        """Bring the map on the device up to date."""
+        if self._unwritten:
+            places = [(*key, page) for key, page in self._unwritten.items()]
+            slots, columns, pages = torch.tensor(places, device=self.kv.page_table.device).unbind(dim=1)
+            self.kv.page_table[slots, columns] = pages
+            self._unwritten.clear()
 
     def finish(self, slot: int, num_positions: int, ids: bytes = b"") -> None:
         """The KV of the first `num_positions` is final and will not be written again; a closed slot is ignored.
@@ -127,7 +140,7 @@ class SlotTable:
         for place, key in enumerate(keys):
             if self.pool.cache.page_of(key) is None:
                 self.pool.cache.enter(keys, place, this.pages[place])
-        self.kv.page_table[slot, : len(this.pages)] = 0
+        self._set_pages(slot, 0, [0] * len(this.pages))
         self.pool.give_back(this.pages)
         self.pool.cache.touch(keys)
         self._free.append(slot)
