@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from worker_svc.batch import Batch, Chunk, build_batch
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.forward_plan import ForwardPlanner
-from worker_svc.rounds import Round
+from worker_svc.rounds import Session
 from worker_svc.rows import Phase
 
 
@@ -19,9 +19,11 @@ class UpstreamPlanner(ForwardPlanner):
 
     _prefills = False
 
-    def _plan_prefill(self, rounds: Sequence[Round]) -> list[Chunk]:
+    def _plan_prefill(self, sessions: Sequence[Session]) -> list[Chunk]:
         chunks = []
-        for round_ in rounds:
+        for session in sessions:
+            round_ = session.active
+            assert round_ is not None
             for entry in round_.rows:
                 row = entry.row
                 if row is not None and row.phase is Phase.PREFILL:
@@ -34,10 +36,10 @@ class UpstreamPlanner(ForwardPlanner):
         self._prefills = bool(chunks)
         return chunks
 
-    def _build_batch(self, rounds: Sequence[Round]) -> Batch:
+    def _build_batch(self, sessions: Sequence[Session]) -> Batch:
         if not self._prefills:
-            return super()._build_batch(rounds)
-        self._active, self._tally = [], [(round_, 0, 0) for round_ in rounds]
+            return super()._build_batch(sessions)
+        self._active, self._tally = [], [(session, 0, 0) for session in sessions]
         return build_batch([], self.columns)
 
 

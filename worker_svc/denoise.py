@@ -10,17 +10,18 @@ round to round. All of this runs on one thread; executor.py makes it the device 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from common.errors import Refused, ServiceError
+from common.errors import Refused
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.forward_plan import ForwardPlanner, Plan
 from worker_svc.kv.pages import PagePool, PageUsage
 from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
+from worker_svc.leases import Leases
 from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner
 from worker_svc.replies import RowCopies, copy_rows
@@ -30,7 +31,6 @@ from worker_svc.starts import BadStart, StartRules
 from worker_svc.step import RowFlags, step
 
 REFUSAL_MEMORY_S = 1.0  # after a start found no space, schedulers share evenly for so long
-MAX_PAST_SCHEDULERS = 1024  # whose last generation is remembered after their lease
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class DenoiseLoop:
         self.epoch = secrets.token_hex(8)
         self.draining = False
         self.totals = pb.WorkerCounters()
-        self.sessions: dict[str, Session] = {}
+        self.leases = Leases(config.lease_s, clock, self.totals, self._free_all)
+        self.sessions = self.leases.sessions
         self.kv = KVStore.allocate(
             num_layers=runner.num_layers,
             num_pages=config.num_pages,
@@ -72,7 +73,6 @@ class DenoiseLoop:
         self.start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
         self.clock = clock
         self._planner = self.planner_type(config, self.pool, self.slots, self.columns)
-        self._past_generations: dict[str, int] = {}
         self._last_refusal_at = float("-inf")
         self._forward_ended_at = 0.0
         self._unsent: list[tuple[Session, Round, RowCopies, pb.RunRoundResponse]] = []
@@ -88,7 +88,7 @@ class DenoiseLoop:
         if request.fingerprint != self.config.fingerprint:
             return deliver(Refused("OTHER_MODEL", f"fingerprint: this worker serves {self.config.fingerprint}"))
         try:
-            session = self.touch(request.scheduler_id, request.generation)
+            session = self.leases.touch(request.scheduler_id, request.generation)
         except Refused as stale:
             return deliver(stale)
         session.offer(request, deliver, self._draining_error() if self.draining else None)
@@ -98,26 +98,6 @@ class DenoiseLoop:
         session = self.sessions.get(request.scheduler_id)
         if session is not None and session.generation == request.generation:
             session.withdraw(request.round_id, deliver)
-
-    def touch(self, scheduler_id: str, generation: int) -> Session:
-        """Renew a scheduler's lease; a higher generation drops its older state. Raises Refused for a lower one."""
-        session = self.sessions.get(scheduler_id)
-        over = session.generation - 1 if session is not None else self._past_generations.get(scheduler_id, -1)
-        if generation <= over:
-            self.totals.refused_generations += 1
-            raise self._stale(generation)
-        if session is not None and generation > session.generation:
-            self.forget(session, self._stale(session.generation))
-            session = None
-        if session is None:
-            session = self.sessions[scheduler_id] = Session(scheduler_id, generation)
-        session.last_seen = self.clock()
-        return session
-
-    def renew(self, scheduler_id: str) -> None:
-        """Renew the lease of a scheduler that is known here, whatever its generation."""
-        if scheduler_id in self.sessions:
-            self.sessions[scheduler_id].last_seen = self.clock()
 
     def release(self, session: Session, names: Iterable[RowName]) -> None:
         """Free rows at this boundary; unknown ones are ignored."""
@@ -156,18 +136,22 @@ class DenoiseLoop:
     @torch.inference_mode()
     def tick(self) -> bool:
         """One boundary and, if a row is live, one forward. False: nothing to do until someone asks something."""
-        self._expire_leases()
+        self.leases.expire()
+        going_on = [session for session in self.sessions.values() if self._goes_on(session)]
         for session in list(self.sessions.values()):
-            self._boundary(session)
-        rounds = self._active_rounds()
-        if not rounds or not self.runner.is_asynchronous:
+            if session not in going_on:
+                self._boundary(session)
+        running = [session for session in self.sessions.values() if session.active is not None]
+        if not running or not self.runner.is_asynchronous:
             self._publish()
-        plan = self._planner.plan(rounds) if rounds else None
+        plan = self._planner.plan(running) if running else None
         self.slots.write_pages()
         if plan is None:
             return False
         launched_at = self.clock()
         logits = self.runner.forward(plan.inputs, self.kv)
+        for session in going_on:
+            self._change_rounds(session, plan.commits)
         self._publish()
         rows = plan.batch.rows
         flagged = step(self._planner.step_rows(), logits, self.columns, self.config.mask_token_id) if rows else []
@@ -189,6 +173,27 @@ class DenoiseLoop:
             if session.begin_next() is None:
                 return
             self._begin(session)
+
+    def _goes_on(self, session: Session) -> bool:
+        """Whether the active round is over and the next one only goes on with its rows, which all denoise: on an
+        asynchronous device the one can give way to the other while the next forward computes."""
+        this, following = session.active, session.following
+        if this is None or following is None or session.changes_wait or self.draining or this.cancelled:
+            return False
+        if not self.runner.is_asynchronous or pb.MODE_SYNC in (this.request.mode, following.request.mode):
+            return False
+        live = [entry.row for entry in this.rows if entry.row is not None and not entry.ends]
+        if not live or any(row.phase is not Phase.DENOISE for row in live) or not self._is_over(session, this):
+            return False
+        return {row.name for row in live} <= set(following.request.continues)
+
+    def _change_rounds(self, session: Session, commits: Sequence[Row]) -> None:
+        """The active round replies and the next one begins while the device computes the forward of both. Of blocks
+        that this forward commits the reply says nothing."""
+        assert session.active is not None
+        self._reply(session, session.active, commits)
+        session.begin_next()
+        self._begin(session)
 
     def _is_over(self, session: Session, round_: Round) -> bool:
         """Whether the active round replies at this boundary."""
@@ -293,17 +298,16 @@ class DenoiseLoop:
             for row, own in zip(rows, ids[slots].cpu().numpy(), strict=True):
                 self.slots.finish(row.slot, row.block_index * self.config.block_size, own.tobytes())
 
-    def _active_rounds(self) -> list[Round]:
-        return [session.active for session in self.sessions.values() if session.active is not None]
-
     def _account(self, plan: Plan, launched_at: float, device_ms: float) -> None:
         """Count the forward that just ended, before its rows are settled."""
         self.totals.forwards += 1
         self.totals.device_ms += device_ms
-        for round_, num_active, num_waiting in plan.tally:
+        for session, num_active, num_waiting in plan.tally:
+            round_ = session.active
+            assert round_ is not None
             if round_.first_forward_at is None:
                 round_.first_forward_at = launched_at
-                round_.work.begin_ms = (launched_at - round_.begun_at) * 1000
+                round_.work.begin_ms = max(launched_at - round_.begun_at, 0.0) * 1000
             round_.work.forwards += 1
             round_.work.device_ms += device_ms
             for work in (self.totals, round_.work):
@@ -360,10 +364,11 @@ class DenoiseLoop:
 
     # Replies and freeing ----------------------------------------------------------------------------------------
 
-    def _reply(self, session: Session, round_: Round) -> None:
-        """Answer the active round. The snapshot is copied here, before the next step may write."""
+    def _reply(self, session: Session, round_: Round, commits: Sequence[Row] = ()) -> None:
+        """Answer the active round. The snapshot is copied here, before the next step may write; of `commits`, whose
+        next blocks have begun, there is none."""
         calls_before = self.pool.num_calls
-        copies = copy_rows(round_, self.columns)
+        copies = copy_rows(round_, self.columns, commits)
         for entry in round_.rows:
             row = entry.row
             if row is not None:
@@ -412,28 +417,10 @@ class DenoiseLoop:
             row.entry = None
         self._planner.changed()
 
-    def forget(self, session: Session, error: ServiceError) -> None:
-        """Forget a scheduler: its rounds are refused, its rows freed."""
-        session.refuse_all(error)
+    def _free_all(self, session: Session) -> None:
+        """The scheduler is forgotten."""
         for row in list(session.rows.values()):
             self._free(row, pb.ROW_STATUS_RELEASED)
-        del self.sessions[session.scheduler_id]
-
-    def _expire_leases(self) -> None:
-        now = self.clock()
-        for session in list(self.sessions.values()):
-            if session.is_in_use:
-                session.last_seen = now
-            elif now - session.last_seen > self.config.lease_s:
-                self.totals.expired_leases += 1
-                self.forget(session, self._stale(session.generation))
-                self._past_generations[session.scheduler_id] = session.generation
-                while len(self._past_generations) > MAX_PAST_SCHEDULERS:
-                    del self._past_generations[next(iter(self._past_generations))]
-
-    @staticmethod
-    def _stale(generation: int) -> Refused:
-        return Refused("STALE_GENERATION", f"generation: a later one is known here, or {generation} is over")
 
     @staticmethod
     def _draining_error() -> Refused:
@@ -442,25 +429,3 @@ class DenoiseLoop:
 
 def page_usage_message(usage: PageUsage) -> pb.PageUsage:
     return pb.PageUsage(free=usage.free, cached=usage.cached, held=usage.held, total=usage.total)
-
-
-def run_fdfo(loop: DenoiseLoop, request: RoundRequest) -> pb.RunRoundResponse:
-    """The loop with one FDFO round: returns as soon as a row is done."""
-    return _run_alone(loop, replace(request, mode=pb.MODE_FDFO))
-
-
-def run_sync(loop: DenoiseLoop, request: RoundRequest) -> pb.RunRoundResponse:
-    """The loop with one SYNC round: returns when every row is done."""
-    return _run_alone(loop, replace(request, mode=pb.MODE_SYNC))
-
-
-def _run_alone(loop: DenoiseLoop, request: RoundRequest) -> pb.RunRoundResponse:
-    """Tick until the round replies. Raises the ServiceError that refused it."""
-    results: list[pb.RunRoundResponse | ServiceError] = []
-    loop.submit(request, results.append)
-    while not results:
-        if not loop.tick() and not results:
-            raise RuntimeError(f"round {request.round_id} waits for a predecessor that is not here")
-    if isinstance(results[0], ServiceError):
-        raise results[0]
-    return results[0]

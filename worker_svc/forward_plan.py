@@ -18,7 +18,7 @@ from worker_svc.kv.slots import SlotTable
 from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ForwardInput
 from worker_svc.records import keep_committed
-from worker_svc.rounds import Round
+from worker_svc.rounds import Session
 from worker_svc.rows import Phase, Row, SlotColumns, Start
 from worker_svc.step import StepRows, step_rows
 
@@ -30,7 +30,7 @@ class Plan:
     batch: Batch
     chunks: list[Chunk]
     commits: list[Row]  # whose blocks before their own become final
-    tally: Sequence[tuple[Round, int, int]]  # denoising and waiting rows of the batch by round
+    tally: Sequence[tuple[Session, int, int]]  # denoising and waiting rows of the batch by session
     inputs: ForwardInput
 
 
@@ -48,7 +48,7 @@ class ForwardPlanner:
         self._step_rows: StepRows | None = None
         self._steps_are_stale = True
         self._complete: list[Row] = []  # whose block has no mask left and no commit planned
-        self._tally: list[tuple[Round, int, int]] = []
+        self._tally: list[tuple[Session, int, int]] = []
 
     def changed(self) -> None:
         """A row joined, left, or began a block: the batch is to be built anew."""
@@ -67,11 +67,11 @@ class ForwardPlanner:
             if not ends:
                 self.complete(row)
 
-    def plan(self, rounds: Sequence[Round]) -> Plan:
+    def plan(self, sessions: Sequence[Session]) -> Plan:
         """The next forward; the rows it takes on are marked so."""
-        chunks, commits = self._plan_prefill(rounds), self._plan_commits()
+        chunks, commits = self._plan_prefill(sessions), self._plan_commits()
         if self._batch is None or self._is_stale:
-            self._batch = self._build_batch(rounds)
+            self._batch = self._build_batch(sessions)
             self._is_stale, self._steps_are_stale = False, True
         inputs = forward_input(self._batch, chunks, self.columns, commits)
         return Plan(self._batch, chunks, commits, self._tally, inputs)
@@ -85,9 +85,10 @@ class ForwardPlanner:
             self._steps_are_stale = False
         return self._step_rows
 
-    def _plan_prefill(self, rounds: Sequence[Round]) -> list[Chunk]:
-        """Chunks in the order of the rounds, within the budget of one forward."""
-        rows = (entry.row for round_ in rounds for entry in round_.rows if entry.row is not None)
+    def _plan_prefill(self, sessions: Sequence[Session]) -> list[Chunk]:
+        """Chunks in the order of the sessions and their rows, within the budget of one forward."""
+        entries = (entry for session in sessions if session.active is not None for entry in session.active.rows)
+        rows = (entry.row for entry in entries if entry.row is not None)
         chunks = next_chunks(rows, self.config.chunked_prefill_size // self.config.block_size)
         for row, _, _ in chunks:
             if row.phase is Phase.DENOISE:
@@ -125,19 +126,20 @@ class ForwardPlanner:
         self._is_stale |= bool(commits)
         return commits
 
-    def _build_batch(self, rounds: Sequence[Round]) -> Batch:
+    def _build_batch(self, sessions: Sequence[Session]) -> Batch:
         """All denoising rows of the active rounds, and in SYNC rounds the done ones, which keep their place."""
         rows: list[Row] = []
         active = self._active = []
         self._tally = []
-        for round_ in rounds:
-            first = len(rows)
-            for entry in round_.rows:
+        for session in sessions:
+            assert session.active is not None
+            first, is_sync = len(rows), session.active.request.mode == pb.MODE_SYNC
+            for entry in session.active.rows:
                 if entry.row is not None and entry.status == pb.ROW_STATUS_RUNNING:
                     denoises = entry.row.phase is Phase.DENOISE
-                    if denoises or (entry.row.phase is Phase.DONE and round_.request.mode == pb.MODE_SYNC):
+                    if denoises or (entry.row.phase is Phase.DONE and is_sync):
                         rows.append(entry.row)
                         active.append(denoises)
             num_active = sum(active[first:])
-            self._tally.append((round_, num_active, len(rows) - first - num_active))
+            self._tally.append((session, num_active, len(rows) - first - num_active))
         return build_batch(rows, self.columns, self._batch)

@@ -7,6 +7,7 @@ computes the next forward.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class RowCopies:
 
     round_: Round
     rows: list[RowCopy | None]  # None = a line without a row
+    untold: frozenset[Row]  # rows of whose open block nothing is said
     table: Tensor  # int64 [slots, 3B + 1]: ids, ids of the block before, mask bits, step count
     states: dict[str, dict[str, Tensor]]  # by algorithm, each [slots, ...]; only of algorithms with a state
     records: RecordCopies
@@ -46,7 +48,11 @@ class RowCopies:
         entries, size = self.round_.rows, self.table.shape[1] // 3
         with_row = [row for row in self.rows if row is not None]
         done = [row for row in with_row if row.entry.committed_block is not None or row.phase is Phase.DONE]
-        open_ = [row for row in with_row if row.entry.committed_block is not None or row.phase is Phase.DENOISE]
+        open_ = [
+            row
+            for row in with_row
+            if row.row not in self.untold and (row.entry.committed_block is not None or row.phase is Phase.DENOISE)
+        ]
         is_done, is_open = {id(row.entry) for row in done}, {id(row.entry) for row in open_}
         was_committed = np.array([row.entry.committed_block is not None for row in done], dtype=bool)
         done_slots = np.array([row.row.slot for row in done], dtype=np.int64)
@@ -97,8 +103,8 @@ class RowCopies:
         return ALGORITHMS[row.algorithm].encode_state(state)
 
 
-def copy_rows(round_: Round, columns: SlotColumns) -> RowCopies:
-    """The rows as they are now."""
+def copy_rows(round_: Round, columns: SlotColumns, untold: Iterable[Row] = ()) -> RowCopies:
+    """The rows as they are now; nothing of the blocks of `untold`, which began after the round's end."""
     rows = [
         None if (row := entry.row) is None else RowCopy(entry, row, row.phase, row.block_index, row.prefilled_blocks)
         for entry in round_.rows
@@ -107,6 +113,7 @@ def copy_rows(round_: Round, columns: SlotColumns) -> RowCopies:
     return RowCopies(
         round_=round_,
         rows=rows,
+        untold=frozenset(untold),
         table=torch.cat((columns.ids, columns.committed_ids, columns.masked, columns.step_index[:, None]), dim=1),
         states={
             name: {key: column.clone() for key, column in columns.states[name].items()}

@@ -97,6 +97,11 @@ class Session:
         return self.active is not None or bool(self._waiting)
 
     @property
+    def following(self) -> Round | None:
+        """The round after the active one, if it is here."""
+        return self._waiting.get(self._next_round_id)
+
+    @property
     def changes_wait(self) -> bool:
         """Whether a round that starts or releases rows is here, and so are all between it and the active one."""
         round_id = self._next_round_id

@@ -81,7 +81,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             names = decode_names(request.rows, "rows")
 
             def release(loop: DenoiseLoop) -> None:
-                loop.release(loop.touch(request.scheduler_id, request.generation), names)
+                loop.release(loop.leases.touch(request.scheduler_id, request.generation), names)
 
             await self._executor.call(release)
         except ServiceError as error:
@@ -92,7 +92,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             check_scheduler_id(request.scheduler_id)
             allowance = await self._executor.call(
-                lambda loop: loop.allowance(loop.touch(request.scheduler_id, request.generation))
+                lambda loop: loop.allowance(loop.leases.touch(request.scheduler_id, request.generation))
             )
         except ServiceError as error:
             await abort_with(context, error)
@@ -106,7 +106,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Context) -> pb.GetWorkerInfoResponse:
         if request.scheduler_id:
-            self._executor.post(lambda loop: loop.renew(request.scheduler_id))
+            self._executor.post(lambda loop: loop.leases.renew(request.scheduler_id))
         state = self._executor.state
         info = pb.GetWorkerInfoResponse()
         info.CopyFrom(self._info)

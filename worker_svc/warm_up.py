@@ -6,8 +6,9 @@ from common.errors import Refused
 from common.packing import pack_bits, pack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.algorithms import ALGORITHMS
-from worker_svc.denoise import DenoiseLoop, run_fdfo
+from worker_svc.denoise import DenoiseLoop
 from worker_svc.rounds import RoundRequest
+from worker_svc.run_alone import run_fdfo
 from worker_svc.starts import decode_start
 
 SCHEDULER_ID = "warm-up"
@@ -49,7 +50,7 @@ def warm_up(loop: DenoiseLoop) -> None:
         continues=[],
     )
     run_fdfo(loop, request)
-    loop.forget(loop.sessions[SCHEDULER_ID], Refused("STALE_GENERATION", "the warm-up is over"))
+    loop.leases.forget(loop.sessions[SCHEDULER_ID], Refused("STALE_GENERATION", "the warm-up is over"))
     loop.pool.forget_all()
     loop.totals.Clear()
     loop.pool.num_calls = 0

@@ -103,7 +103,7 @@ class LoopLink:
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
         await asyncio.sleep(self._delay_s)
         try:
-            session = self.loop.touch(self.scheduler_id, generation)
+            session = self.loop.leases.touch(self.scheduler_id, generation)
         except Refused as refused:
             raise WorkerLost(str(refused)) from None
         answer = pb.HeartbeatResponse(

@@ -21,7 +21,7 @@ from tests.worker.scripted import (
     names,
     start,
 )
-from worker_svc.denoise import run_fdfo, run_sync
+from worker_svc.run_alone import run_fdfo, run_sync
 
 
 def statuses(reply: pb.RunRoundResponse) -> list[str]:

@@ -127,14 +127,19 @@ class Rounds(RuleBasedStateMachine):
         chunk=st.sampled_from([1, 2, 16]),
         fused_commit=st.booleans(),
         caching=st.sampled_from([True, True, True, False]),
+        is_asynchronous=st.booleans(),
     )
-    def begin(self, num_pages: int, blocks_a_page: int, chunk: int, fused_commit: bool, caching: bool) -> None:
+    def begin(
+        self, num_pages: int, blocks_a_page: int, chunk: int, fused_commit: bool, caching: bool, is_asynchronous: bool
+    ) -> None:
         self.clock = Clock()
         page_size = blocks_a_page * BLOCK
         config = LoopConfig(
             "scripted", BLOCK, MASK, CONTEXT, page_size, NUM_SLOTS, num_pages, chunk * BLOCK, fused_commit
         )
-        self.loop = DenoiseLoop(StampingRunner(), replace(config, enable_prefix_caching=caching), self.clock)
+        runner = StampingRunner()
+        runner.is_asynchronous = is_asynchronous
+        self.loop = DenoiseLoop(runner, replace(config, enable_prefix_caching=caching), self.clock)
         self.checked = CheckedSlots(self.loop.kv, self.loop.pool, caching)
         self.loop.slots = self.loop._planner.slots = self.checked
         self.done_ids: dict[Row, dict[int, list[int]]] = {}  # by block index
@@ -194,9 +199,14 @@ class Rounds(RuleBasedStateMachine):
         scheduler.sent[request_.round_id] = request_
         self.submit(scheduler, request_)
 
-    @rule(who=st.integers(0, 1), mode=st.sampled_from([pb.MODE_FDFO, pb.MODE_SYNC]), rounds=st.integers(1, 3))
-    def go_on(self, who: int, mode: pb.Mode, rounds: int) -> None:
-        """What a scheduler does most: continue all its rows, wait for the reply."""
+    @rule(
+        who=st.integers(0, 1),
+        mode=st.sampled_from([pb.MODE_FDFO, pb.MODE_SYNC]),
+        rounds=st.integers(1, 3),
+        ahead=st.integers(0, 2),
+    )
+    def go_on(self, who: int, mode: pb.Mode, rounds: int, ahead: int) -> None:
+        """What a scheduler does most: continue all its rows, some rounds ahead of the replies."""
         scheduler = self.schedulers[who]
         self.repeat_what_was_cancelled(who)
         for _ in range(rounds):
@@ -206,9 +216,10 @@ class Rounds(RuleBasedStateMachine):
             if session is None:
                 return
             resident = [row.name for row in session.rows.values()]
-            request = scheduler.driver.request(acked_round_id=scheduler.acked, mode=mode, continues=resident)
-            scheduler.sent[request.round_id] = request
-            self.submit(scheduler, request)
+            for _ in range(1 + ahead):
+                request = scheduler.driver.request(acked_round_id=scheduler.acked, mode=mode, continues=resident)
+                scheduler.sent[request.round_id] = request
+                self.submit(scheduler, request)
 
     @staticmethod
     def name(scheduler: Scheduler, request: int, shift: int = 0) -> RowName:
@@ -254,7 +265,7 @@ class Rounds(RuleBasedStateMachine):
         scheduler = self.schedulers[who]
         waiting = [call for calls in scheduler.results.values() for call in calls if not call]
         self.new_generation(scheduler)
-        self.loop.touch(scheduler.driver.scheduler_id, scheduler.driver.generation)
+        self.loop.leases.touch(scheduler.driver.scheduler_id, scheduler.driver.generation)
         assert all(isinstance(call[0], Refused) and len(call) == 1 for call in waiting)
         assert not self.loop.sessions[scheduler.driver.scheduler_id].rows
 

@@ -189,7 +189,7 @@ def test_a_lease_frees_the_rows_of_a_silent_scheduler() -> None:
     driver.run(starts=[start("a", effort(2))])
     other.run(starts=[start("a", effort(2))])
     clock.now += 29
-    other.loop.touch("other", 1)
+    other.loop.leases.touch("other", 1)
     clock.now += 2
     loop.tick()
     assert_whole(loop, held=1)
