@@ -1,13 +1,14 @@
 """Typed errors of both services and the gRPC status each one becomes.
 
-| error        | status                             | detail                             |
-|--------------|------------------------------------|------------------------------------|
-| Internal     | INTERNAL                           | none                               |
-| InvalidField | INVALID_ARGUMENT                   | google.rpc.BadRequest              |
-| AlreadyLive  | ALREADY_EXISTS                     | none                               |
-| QueueFull    | RESOURCE_EXHAUSTED                 | google.rpc.RetryInfo               |
-| Unavailable  | UNAVAILABLE                        | none                               |
-| Refused      | FAILED_PRECONDITION or UNAVAILABLE | google.rpc.ErrorInfo, domain below |
+| error           | status                             | detail                             |
+|-----------------|------------------------------------|------------------------------------|
+| Internal        | INTERNAL                           | none                               |
+| InvalidField    | INVALID_ARGUMENT                   | google.rpc.BadRequest              |
+| AlreadyLive     | ALREADY_EXISTS                     | none                               |
+| QueueFull       | RESOURCE_EXHAUSTED                 | google.rpc.RetryInfo               |
+| Unavailable     | UNAVAILABLE                        | none                               |
+| Unauthenticated | UNAUTHENTICATED                    | none                               |
+| Refused         | FAILED_PRECONDITION or UNAVAILABLE | google.rpc.ErrorInfo, domain below |
 """
 
 from __future__ import annotations
@@ -92,6 +93,12 @@ class Unavailable(ServiceError):
     """The service takes no requests now."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+
+class Unauthenticated(ServiceError):
+    """The caller does not say who it is, or is nobody we know."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class Refused(ServiceError):

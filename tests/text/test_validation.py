@@ -144,7 +144,7 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
     "prompt over the context limit": (
         api.GenerateRequest(prompt_ids=ids(CONTEXT + 9)),
         "prompt_ids",
-        "has 4105 tokens",
+        "at most 4096 tokens (the context limit); it has 4105",
     ),
     "text over the context limit": (api.GenerateRequest(text="1" * CONTEXT), "text", "context limit of 4096"),
     "text far over the context limit": (api.GenerateRequest(text="a" * 1_000_000), "text", "has 1000000 characters"),
