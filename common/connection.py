@@ -87,7 +87,7 @@ class Connection:
 
     def explain(self, details: str) -> str:
         """gRPC's words for a failed call; before them, where TLS is the cause, what they mean and what to do."""
-        if "failed to connect" in details:
+        if "last error" in details:  # of attempts to connect; a call that was cut off has no such words
             for words, had_tls, meaning in _MEANINGS:
                 if words in details and had_tls == (self._tls is not None):
                     return f"{meaning} ({details})"

@@ -31,7 +31,8 @@ RefusalReason = Literal["EPOCH_CHANGED", "STALE_GENERATION", "ROUND_GAP", "OTHER
 MAX_TEXT_CHARACTERS = 1000
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """Cut to what fits into an error."""
     return text if len(text) <= MAX_TEXT_CHARACTERS else text[: MAX_TEXT_CHARACTERS - 1] + "…"
 
 
@@ -55,8 +56,8 @@ class InvalidField(ServiceError):
     code = grpc.StatusCode.INVALID_ARGUMENT
 
     def __init__(self, field: str, message: str) -> None:
-        self.field = _short(field)
-        self.message = _short(message)
+        self.field = short(field)
+        self.message = short(message)
         super().__init__(f"{self.field}: {self.message}")
 
     def detail(self) -> Message:
@@ -115,7 +116,7 @@ class Refused(ServiceError):
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:
     """End the RPC with the error's status, message and detail."""
-    status = status_pb2.Status(code=error.code.value[0], message=_short(str(error)))
+    status = status_pb2.Status(code=error.code.value[0], message=short(str(error)))
     detail = error.detail()
     if detail is not None:
         packed = AnyMessage()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.errors import Refused, ServiceError
+from common.errors import Refused, ServiceError, Unavailable
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.batch import RowFlags, step
 from worker_svc.forward_plan import ForwardPlanner, Plan
@@ -30,6 +30,7 @@ from worker_svc.rows import Phase, Row, RowName, SlotColumns
 from worker_svc.starts import BadStart, StartRules, decode_start
 
 REFUSAL_MEMORY_S = 1.0  # after a start found no space, schedulers share evenly for so long
+MAX_SCHEDULERS = 1024  # with a lease at one time
 MAX_PAST_SCHEDULERS = 1024  # whose last generation is remembered after their lease
 
 
@@ -88,8 +89,8 @@ class DenoiseLoop:
             return deliver(Refused("OTHER_MODEL", f"fingerprint: this worker serves {self.config.fingerprint}"))
         try:
             session = self.touch(request.scheduler_id, request.generation)
-        except Refused as stale:
-            return deliver(stale)
+        except ServiceError as refusal:
+            return deliver(refusal)
         session.offer(request, deliver, self._draining_error() if self.draining else None)
 
     def withdraw(self, request: RoundRequest, deliver: Deliver) -> None:
@@ -99,7 +100,8 @@ class DenoiseLoop:
             session.withdraw(request.round_id, deliver)
 
     def touch(self, scheduler_id: str, generation: int) -> Session:
-        """Renew a scheduler's lease; a higher generation drops its older state. Raises Refused for a lower one."""
+        """Renew a scheduler's lease; a higher generation drops its older state. Raises Refused for a lower one, and
+        Unavailable for one scheduler too many."""
         session = self.sessions.get(scheduler_id)
         over = session.generation - 1 if session is not None else self._past_generations.get(scheduler_id, -1)
         if generation <= over:
@@ -109,6 +111,8 @@ class DenoiseLoop:
             self.forget(session, self._stale(session.generation))
             session = None
         if session is None:
+            if len(self.sessions) >= MAX_SCHEDULERS:
+                raise Unavailable(f"{MAX_SCHEDULERS} schedulers have a lease here; no more are served")
             session = self.sessions[scheduler_id] = Session(scheduler_id, generation)
         session.last_seen = self.clock()
         return session

@@ -158,6 +158,21 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
         "messages",
         "has 900009 characters",
     ),
+    "messages too many": (
+        api.GenerateRequest(messages=chat(*[("user", "")] * 4097)),
+        "messages",
+        "at most 4096 messages; it has 4097",
+    ),
+    "committed ids too many": (
+        api.GenerateRequest(text="x", resume=api.Resume(committed_ids=[3] * 4097)),
+        "resume.committed_ids",
+        "at most 4096 ids; it has 4097",
+    ),
+    "unknown fields without end": (
+        api.GenerateRequest.FromString(b"\xf8\x07\x01" * 100_000),
+        "(unknown)",
+        "300000 bytes are fields that are unknown to this version",
+    ),
     "max_new_tokens 0": (
         api.GenerateRequest(prompt_ids=ids(1), max_new_tokens=0),
         "max_new_tokens",
