@@ -168,7 +168,7 @@ def test_the_default_model_is_found_from_any_folder(tmp_path: Path, monkeypatch:
 def serve_process(*words: str) -> Iterator[subprocess.Popen[str]]:
     """`serve.run` with scripted services in a process of its own; `words` is Python that makes the plan."""
     program = (
-        "import asyncio, sys; from fdfo_client import InvalidRequest, serve; from tests.client.test_serve import at_once, plan;"
+        "import asyncio, sys; from fdfo_client import serve; from tests.client.test_serve import at_once, plan;"
         f"sys.exit(asyncio.run(serve.run({words[0]}, as_json=True, stop_at_eof=True, workers_ready=at_once)))"
     )
     process = subprocess.Popen(
