@@ -1,13 +1,14 @@
 """Typed errors of both services and the gRPC status each one becomes.
 
-| error        | status                             | detail                             |
-|--------------|------------------------------------|------------------------------------|
-| Internal     | INTERNAL                           | none                               |
-| InvalidField | INVALID_ARGUMENT                   | google.rpc.BadRequest              |
-| AlreadyLive  | ALREADY_EXISTS                     | none                               |
-| QueueFull    | RESOURCE_EXHAUSTED                 | google.rpc.RetryInfo               |
-| Unavailable  | UNAVAILABLE                        | none                               |
-| Refused      | FAILED_PRECONDITION or UNAVAILABLE | google.rpc.ErrorInfo, domain below |
+| error           | status                             | detail                             |
+|-----------------|------------------------------------|------------------------------------|
+| Internal        | INTERNAL                           | none                               |
+| InvalidField    | INVALID_ARGUMENT                   | google.rpc.BadRequest              |
+| AlreadyLive     | ALREADY_EXISTS                     | none                               |
+| QueueFull       | RESOURCE_EXHAUSTED                 | google.rpc.RetryInfo               |
+| Unavailable     | UNAVAILABLE                        | none                               |
+| Unauthenticated | UNAUTHENTICATED                    | none                               |
+| Refused         | FAILED_PRECONDITION or UNAVAILABLE | google.rpc.ErrorInfo, domain below |
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ RefusalReason = Literal["EPOCH_CHANGED", "STALE_GENERATION", "ROUND_GAP", "OTHER
 MAX_TEXT_CHARACTERS = 1000
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """Cut to what fits into an error."""
     return text if len(text) <= MAX_TEXT_CHARACTERS else text[: MAX_TEXT_CHARACTERS - 1] + "…"
 
 
@@ -54,8 +56,8 @@ class InvalidField(ServiceError):
     code = grpc.StatusCode.INVALID_ARGUMENT
 
     def __init__(self, field: str, message: str) -> None:
-        self.field = _short(field)
-        self.message = _short(message)
+        self.field = short(field)
+        self.message = short(message)
         super().__init__(f"{self.field}: {self.message}")
 
     def detail(self) -> Message:
@@ -94,6 +96,12 @@ class Unavailable(ServiceError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class Unauthenticated(ServiceError):
+    """The caller does not say who it is, or is nobody we know."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class Refused(ServiceError):
     """A worker takes no round of this scheduler, for one of the reasons that worker.proto lists."""
 
@@ -108,7 +116,7 @@ class Refused(ServiceError):
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:
     """End the RPC with the error's status, message and detail."""
-    status = status_pb2.Status(code=error.code.value[0], message=_short(str(error)))
+    status = status_pb2.Status(code=error.code.value[0], message=short(str(error)))
     detail = error.detail()
     if detail is not None:
         packed = AnyMessage()

@@ -29,7 +29,11 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from common.api_keys import ApiKeys
+from common.callers import ApiKeyInterceptor
 from common.errors import ServiceError
+from common.security_settings import SecuritySettings
+from common.tls import server_credentials
 
 # A start row carries its whole prompt at 4 bytes a token; gRPC's default of 4 MiB would be a million tokens a round.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -37,7 +41,6 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _SERVER_OPTIONS = [
     # With it a second process would share the port in silence, and half of the calls.
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Clients may ping every 10 s, with no call open too; the defaults answer that with GOAWAY too_many_pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -49,11 +52,26 @@ class GrpcService:
     """A server on one address. To be made and used in one running event loop.
 
     `server` takes the servicers of `service_names` before `start`; their generated modules must be imported by then
-    (reflection reads the descriptors).
+    (reflection reads the descriptors). `security` says who may connect and call; health needs no API key. Raises
+    ServiceError, one line, for files of it that cannot be used.
     """
 
-    def __init__(self, host: str, port: int, service_names: Sequence[str]) -> None:
-        self.server = grpc.aio.server(options=_SERVER_OPTIONS)
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        service_names: Sequence[str],
+        *,
+        security: SecuritySettings | None = None,
+        max_receive_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        security = security or SecuritySettings()
+        keys = None if security.api_keys_file is None else ApiKeys(security.api_keys_file)
+        self.server = grpc.aio.server(
+            options=[*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes)],
+            interceptors=() if keys is None else (ApiKeyInterceptor(keys),),
+        )
+        self._credentials = server_credentials(security)
         self._host = host
         self._port = port
         self._service_names = tuple(service_names)
@@ -74,7 +92,11 @@ class GrpcService:
         await self._set_health(serving=False)
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            port = self.server.add_insecure_port(f"{host}:{self._port}")
+            address = f"{host}:{self._port}"
+            if self._credentials is None:
+                port = self.server.add_insecure_port(address)
+            else:
+                port = self.server.add_secure_port(address, self._credentials)
         except RuntimeError:
             raise ServiceError(f"cannot listen on {host}:{self._port}: {self._why_not()}") from None
         await self.server.start()

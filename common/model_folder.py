@@ -328,7 +328,9 @@ def _tokenizer_of_transformers(path: Path) -> Tokenizer:
         raise ModelFolderError(
             f"{path}: there is no tokenizer.json; reading other tokenizers needs the package transformers"
         ) from error
-    backend = getattr(AutoTokenizer.from_pretrained(str(path), local_files_only=True), "backend_tokenizer", None)
+    # Left open, trust_remote_code asks on the terminal whether to run the folder's code.
+    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise ModelFolderError(f"{path}: the tokenizer has no fast form; convert it to tokenizer.json")
     return backend

@@ -157,10 +157,10 @@ def _flag_name(field: dataclasses.Field[Any], flag: _Flag) -> str:
 
 
 def _fields(cls: type[DataclassInstance]) -> list[tuple[dataclasses.Field[Any], _Flag, type]]:
-    """Each field with its flag and its type, `None` taken off."""
+    """Each field with its flag and its type, `None` taken off; a class's own come before those it inherits."""
     hints = typing.get_type_hints(cls)
     rows = []
-    for field in dataclasses.fields(cls):
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):
         hint = hints[field.name]
         if isinstance(hint, types.UnionType):
             hint = next(part for part in typing.get_args(hint) if part is not type(None))

@@ -9,6 +9,7 @@ with Client("127.0.0.1:50051") as client:
 from __future__ import annotations
 
 from fdfo_client._async_client import AsyncClient
+from fdfo_client._channel import Tls
 from fdfo_client._errors import (
     DeadlineExceeded,
     FdfoError,
@@ -17,6 +18,7 @@ from fdfo_client._errors import (
     RequestExists,
     RequestFailed,
     ServerUnavailable,
+    Unauthenticated,
     UnexpectedServer,
 )
 from fdfo_client._options import GenerateOptions, Message
@@ -54,6 +56,8 @@ __all__ = [
     "ServerInfo",
     "ServerUnavailable",
     "Started",
+    "Tls",
+    "Unauthenticated",
     "UnexpectedServer",
     "Usage",
     "WorkerInfo",

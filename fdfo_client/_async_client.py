@@ -10,7 +10,7 @@ import dataclasses
 import random
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -19,7 +19,7 @@ import grpc.aio
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from fdfo_client._channel import CHANNEL_OPTIONS, parse_targets
+from fdfo_client._channel import CHANNEL_OPTIONS, Connection, Tls, check_access, parse_targets
 from fdfo_client._errors import (
     DeadlineExceeded,
     FdfoError,
@@ -43,13 +43,6 @@ from fdfo_client._types import (
 _POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class _Endpoint:
-    target: str
-    channel: grpc.aio.Channel
-    stub: pb_grpc.SchedulerServiceStub
-
-
 class AsyncClient:
     """Talks to one or several schedulers from asyncio code. Use it within one event loop.
 
@@ -57,13 +50,25 @@ class AsyncClient:
         Of a list, requests go to each in turn, past those that do not answer. A name with several addresses is
         balanced by gRPC itself; `abort` then reaches only one of them, so give a list where you need it.
 
+    tls: connect with TLS, see `Tls`; None is plaintext.
+    api_key: the key that schedulers may ask for, or the path of a file that holds it.
+
     Nothing is connected before the first call. All methods raise the errors of `FdfoError`.
     """
 
-    def __init__(self, target: str | Sequence[str] = "127.0.0.1:50051") -> None:
+    def __init__(
+        self,
+        target: str | Sequence[str] = "127.0.0.1:50051",
+        *,
+        tls: Tls | None = None,
+        api_key: str | Path | None = None,
+    ) -> None:
         self.targets = parse_targets(target)
+        self._tls = tls
+        self._api_key = api_key
+        check_access(tls, api_key)
         self._turn = random.randrange(len(self.targets))  # so that many small clients do not all begin with the first
-        self._endpoints: list[_Endpoint] = []
+        self._endpoints: list[Connection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
@@ -118,7 +123,7 @@ class AsyncClient:
         endpoints = self._connected()
         for endpoint in endpoints:
             try:
-                with self._typed_errors(endpoint.target):
+                with self._typed_errors(endpoint):
                     info = await endpoint.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout)
                 return server_info_from_proto(info)
             except ServerUnavailable:
@@ -147,7 +152,7 @@ class AsyncClient:
         self._closed = True
         endpoints, self._endpoints = self._endpoints, []
         for endpoint in endpoints:
-            await endpoint.channel.close()
+            await endpoint.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,7 +170,7 @@ class AsyncClient:
             call = endpoint.stub.Generate(request, timeout=remaining)
             order = _Order(request.n or 1, endpoint.target)
             try:
-                with self._typed_errors(endpoint.target):
+                with self._typed_errors(endpoint):
                     async for response in call:
                         event = event_from_proto(response, request)
                         if event is None:
@@ -182,12 +187,12 @@ class AsyncClient:
             finally:
                 call.cancel()  # nothing, once the call has ended
 
-    async def _abort_at(self, endpoint: _Endpoint, request_id: str, timeout: float | None) -> bool:
-        with self._typed_errors(endpoint.target):
+    async def _abort_at(self, endpoint: Connection, request_id: str, timeout: float | None) -> bool:
+        with self._typed_errors(endpoint):
             answer = await endpoint.stub.Abort(pb.AbortRequest(request_ids=[request_id]), timeout=timeout)
         return bool(answer.aborted)
 
-    def _connected(self) -> list[_Endpoint]:
+    def _connected(self) -> list[Connection]:
         """The endpoints. Made on first use: a channel belongs to the event loop that runs when it is made."""
         if self._closed:
             raise RuntimeError("this client is closed")
@@ -195,32 +200,31 @@ class AsyncClient:
         if self._loop is None:
             self._loop = loop
             for target in self.targets:
-                channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-                stub = pb_grpc.SchedulerServiceStub(channel)
-                self._endpoints.append(_Endpoint(target, channel, stub))
+                stub, tls, api_key = pb_grpc.SchedulerServiceStub, self._tls, self._api_key
+                self._endpoints.append(Connection(target, stub, CHANNEL_OPTIONS, tls=tls, api_key=api_key))
         if self._loop is not loop:
             raise RuntimeError("an AsyncClient belongs to the event loop it was first used in; make one for each loop")
         return self._endpoints
 
-    def _in_turn(self) -> list[_Endpoint]:
+    def _in_turn(self) -> list[Connection]:
         endpoints = self._connected()
         first = self._turn % len(endpoints)
         self._turn += 1
         return endpoints[first:] + endpoints[:first]
 
     @contextlib.contextmanager
-    def _typed_errors(self, target: str) -> Iterator[None]:
+    def _typed_errors(self, endpoint: Connection) -> Iterator[None]:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, target) from error
+            raise error_from_rpc(error, endpoint.target, endpoint.explain) from error
         except asyncio.CancelledError:
             # grpc.aio raises this also for a call that the server cancelled. A task that is itself being cancelled
             # must see it; any other would be taken for cancelled when it is not.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise self._ended_early(target) from None
+            raise self._ended_early(endpoint.target) from None
 
     def _ended_early(self, target: str) -> FdfoError:
         if self._closed:

@@ -1,10 +1,17 @@
-"""Targets, and the options of the channels to them."""
+"""Targets, the options of the channels to them, and who may use these."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
+
+from common.api_keys import read_api_key
+from common.connection import Connection, Tls
+from common.errors import ServiceError
+
+__all__ = ["CHANNEL_OPTIONS", "Connection", "Tls", "check_access", "parse_targets"]
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
@@ -47,6 +54,19 @@ def parse_targets(target: str | Sequence[str]) -> tuple[str, ...]:
         if not _HAS_SCHEME.match(part) and not _is_host_and_port(part):
             raise ValueError(f"not a target: {part!r}; give host:port, or a gRPC name such as dns:///host:port")
     return targets
+
+
+def check_access(tls: Tls | None, api_key: str | Path | None) -> None:
+    """Raises ValueError, one line, for files that cannot be used and for a key that cannot be sent."""
+    if isinstance(api_key, str) and not (api_key.isascii() and api_key.isprintable() and api_key.split() == [api_key]):
+        raise ValueError("api_key: must be visible ASCII characters")
+    try:
+        if isinstance(api_key, Path):
+            read_api_key(api_key)
+        if tls is not None:
+            tls.credentials()
+    except ServiceError as error:
+        raise ValueError(str(error)) from None
 
 
 def _is_host_and_port(part: str) -> bool:

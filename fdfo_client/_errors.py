@@ -6,11 +6,14 @@ FdfoError
     Overloaded          the scheduler's queue is full
     ServerUnavailable   no scheduler answers, or it went away
     DeadlineExceeded    the timeout passed
+    Unauthenticated     the scheduler asks for an API key that it knows
     UnexpectedServer    something answers, but it does not speak this protocol
     RequestFailed       any other failure; `code` says which
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -56,6 +59,10 @@ class DeadlineExceeded(FdfoError):
     """The timeout passed before the answer was complete. The request was aborted."""
 
 
+class Unauthenticated(FdfoError):
+    """The scheduler asks for an API key, and was given none or one that it does not know."""
+
+
 class UnexpectedServer(FdfoError):
     """What answers at the target is not an FDFO scheduler of this version."""
 
@@ -68,8 +75,10 @@ class RequestFailed(FdfoError):
         self.code = code
 
 
-def error_from_rpc(failure: grpc.aio.AioRpcError, target: str) -> FdfoError:
-    """The typed error for a failed call to `target`."""
+def error_from_rpc(
+    failure: grpc.aio.AioRpcError, target: str, explain: Callable[[str], str] = lambda words: words
+) -> FdfoError:
+    """The typed error for a failed call to `target`. `explain`: see `Connection.explain`."""
     code = failure.code()
     said = (failure.details() or "").strip() or "no reason given"
     match code:
@@ -79,6 +88,8 @@ def error_from_rpc(failure: grpc.aio.AioRpcError, target: str) -> FdfoError:
             return RequestExists(f"{said}; use another request_id, or leave it out")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return _resource_exhausted(failure, said, target)
+        case grpc.StatusCode.UNAVAILABLE if (explained := explain(said)) != said:
+            return ServerUnavailable(f"cannot connect to {target}: {explained}")
         case grpc.StatusCode.UNAVAILABLE:
             return ServerUnavailable(
                 f"no scheduler is available at {target} ({said}); start one with `fdfo serve`, or name another target"
@@ -88,6 +99,11 @@ def error_from_rpc(failure: grpc.aio.AioRpcError, target: str) -> FdfoError:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(
                 f"the timeout passed at {target} ({said}); give a longer timeout, or ask for fewer tokens"
+            )
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unauthenticated(
+                f"{target} asks for an API key that it knows ({said}); give api_key, on the command line "
+                "--api-key-file or FDFO_API_KEY"
             )
         case grpc.StatusCode.UNIMPLEMENTED:
             return UnexpectedServer(

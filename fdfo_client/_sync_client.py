@@ -7,10 +7,12 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from fdfo_client._async_client import AsyncClient
+from fdfo_client._channel import Tls
 from fdfo_client._options import GenerateOptions
 from fdfo_client._types import Completion, Event, ServerInfo
 
@@ -23,8 +25,14 @@ class Client:
     Close it, or use it as a context manager; one that is forgotten is closed with the process.
     """
 
-    def __init__(self, target: str | Sequence[str] = "127.0.0.1:50051") -> None:
-        self._client = AsyncClient(target)
+    def __init__(
+        self,
+        target: str | Sequence[str] = "127.0.0.1:50051",
+        *,
+        tls: Tls | None = None,
+        api_key: str | Path | None = None,
+    ) -> None:
+        self._client = AsyncClient(target, tls=tls, api_key=api_key)
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="fdfo-client", daemon=True)
         thread.start()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fdfo_client import serve
+from fdfo_client._access import access_from, add_access_arguments
 from fdfo_client._channel import parse_targets
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client._options import GenerateOptions, Message
@@ -134,6 +135,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", help="the prompt; - reads it from standard input")
     _add_target(parser)
+    add_access_arguments(parser)
     add("--raw", action="store_true", help="the prompt as plain text, without the model's chat template")
     add("--system", metavar="TEXT", help="a system message before the prompt")
     add("--max-new-tokens", type=int, metavar="N", help="at most so many tokens (up to the context limit)")
@@ -159,11 +161,13 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_info_arguments(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
+    add_access_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each scheduler")
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
+    add_access_arguments(parser)
     bench_cli.add_bench_arguments(parser)
     _add_algorithm(parser)
     _add_temperature(parser)
@@ -172,6 +176,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     _add_target(where)
+    add_access_arguments(parser)
     bench_cli.add_replay_arguments(parser, where)
 
 
@@ -249,7 +254,8 @@ def generate(arguments: argparse.Namespace) -> int:
         "timeout": arguments.timeout,
     }
     text = prompt if arguments.raw else None
-    with Client(arguments.target) as client:
+    access = access_from(arguments)
+    with Client(arguments.target, tls=access.tls, api_key=access.api_key) as client:
         if arguments.json or not arguments.stream or (arguments.n or 1) > 1:
             samples = client.generate(text, **options).samples
             for sample in samples:
@@ -299,8 +305,9 @@ def _judge(end: Finished | Completion) -> int:
 
 def info(arguments: argparse.Namespace) -> int:
     """`fdfo info`."""
+    access = access_from(arguments)
     for target in arguments.target:
-        with Client(target) as client:
+        with Client(target, tls=access.tls, api_key=access.api_key) as client:
             server = client.server_info()
         if arguments.json:
             print(json.dumps({"target": target, **dataclasses.asdict(server)}))

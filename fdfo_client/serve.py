@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from common.settings import add_flags, settings_from, to_argv
+from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
-from fdfo_client._errors import FdfoError
+from fdfo_client._channel import Tls, check_access
+from fdfo_client._errors import FdfoError, InvalidRequest
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -68,6 +71,7 @@ class Plan:
     worker_command: Callable[[int], Sequence[str]]
     scheduler_command: Callable[[int, Sequence[str]], Sequence[str]]
     environment: Mapping[str, str]
+    access: Access = OPEN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +129,28 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         worker_command=worker_command,
         scheduler_command=scheduler_command,
         environment={"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(worker.num_threads), **environment},
+        access=_access(scheduler),
     )
+
+
+def _access(scheduler: SchedulerSettings) -> Access:
+    """How all services here are reached: schedulers as workers, since certificate and keys go to both.
+
+    Raises InvalidRequest for flags with which the scheduler would not reach its workers.
+    """
+    if scheduler.tls_cert_file and not scheduler.worker_tls_ca_file:
+        raise InvalidRequest("--tls-cert-file goes to the workers too; add --worker-tls-ca-file for the way to them")
+    if scheduler.api_keys_file and not scheduler.worker_api_key_file:
+        raise InvalidRequest("--api-keys-file goes to the workers too; add --worker-api-key-file with one of the keys")
+    tls = None
+    try:
+        if scheduler.worker_tls_ca_file:
+            cert_file, key_file = scheduler.worker_tls_cert_file, scheduler.worker_tls_key_file
+            tls = Tls(scheduler.worker_tls_ca_file, cert_file, key_file, scheduler.worker_tls_server_name)
+        check_access(tls, scheduler.worker_api_key_file)
+    except ValueError as error:
+        raise InvalidRequest(f"--worker-tls-..., --worker-api-key-file: {error}") from None
+    return Access(tls=tls, api_key=scheduler.worker_api_key_file)
 
 
 def default_model_path(path: Path = MODEL_PATH) -> Path:
@@ -270,7 +295,7 @@ async def run(
             )
             await _start_together(schedulers)
             progress.what = "waiting for the scheduler to find its workers"
-            ready = workers_ready or wait_for_workers
+            ready = workers_ready or functools.partial(wait_for_workers, access=plan.access)
             await ready([scheduler.target for scheduler in schedulers], len(workers), progress)
         finally:
             if reporting is not None:
@@ -307,10 +332,10 @@ class Progress:
             await asyncio.sleep(5.0)
 
 
-async def wait_for_workers(targets: Sequence[str], num_workers: int, progress: Progress) -> None:
+async def wait_for_workers(targets: Sequence[str], num_workers: int, progress: Progress, access: Access = OPEN) -> None:
     """Return when each of the schedulers says that all workers are ready."""
     for target in targets:
-        async with AsyncClient(target) as client:
+        async with AsyncClient(target, tls=access.tls, api_key=access.api_key) as client:
             while True:
                 try:
                     workers = (await client.server_info()).workers

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import structlog
 import yaml
 
+from common.api_keys import read_api_key
+from common.connection import Tls
 from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
@@ -18,6 +22,8 @@ from fdfo.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_svc.core import BadDefaults, Scheduler
 from scheduler_svc.server import SERVICE_NAME, SchedulerServicer
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.validation import MAX_CLIENT_MESSAGE_BYTES
+from scheduler_svc.workers import Link, WorkerLink
 
 WITHOUT_WORKER_GRACE_S = 10.0
 STOP_GRACE_S = 5.0
@@ -45,10 +51,30 @@ def read_algorithm_params(path: Path | None) -> dict[str, float]:
     return {name: float(value) for name, value in content.items()}
 
 
+def worker_connector(settings: SchedulerSettings) -> Callable[[str, str], Link]:
+    """What makes the link to a worker, with TLS and key as the --worker flags say. Raises ServiceError or ConfigError
+    for files that cannot be used."""
+    tls = None
+    given = (settings.worker_tls_cert_file, settings.worker_tls_key_file, settings.worker_tls_server_name)
+    if settings.worker_tls_ca_file is not None:
+        try:
+            tls = Tls(settings.worker_tls_ca_file, *given)
+        except ValueError as error:
+            raise ConfigError(f"--worker-tls-cert-file, --worker-tls-key-file: {error}") from None
+        tls.credentials()
+    elif any(given):
+        raise ConfigError("--worker-tls-ca-file is missing; it turns on TLS to the workers")
+    if settings.worker_api_key_file is not None:
+        read_api_key(settings.worker_api_key_file)
+    return partial(WorkerLink, tls=tls, api_key_file=settings.worker_api_key_file)
+
+
 async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_params: dict[str, float]) -> int:
     """Serve until a signal (0) or until a round loop fails (1)."""
-    scheduler = Scheduler(folder, settings, algorithm_params)
-    service = GrpcService(settings.host, settings.port, [SERVICE_NAME])
+    service = GrpcService(
+        settings.host, settings.port, [SERVICE_NAME], security=settings, max_receive_bytes=MAX_CLIENT_MESSAGE_BYTES
+    )
+    scheduler = Scheduler(folder, settings, algorithm_params, worker_connector(settings))
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(scheduler), service.server)
     port = await service.start()
     forget_garbage()

@@ -20,7 +20,7 @@ from scheduler_svc.queue import RequestQueue
 from scheduler_svc.request import Request
 from scheduler_svc.round_loop import RoundLoop
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.stream import Stream
+from scheduler_svc.stream import Stream, live_name
 from scheduler_svc.text import TextCodec
 from scheduler_svc.validation import AlgorithmInfo, GenerateSpec, ParamInfo, Rules, check_defaults, parse_generate
 from scheduler_svc.workers import Link, WorkerLink
@@ -50,7 +50,7 @@ class Scheduler:
         self.settings = settings
         self.scheduler_id = secrets.token_hex(8)
         self.counters = api.SchedulerCounters()
-        self.live: dict[str, Stream] = {}
+        self.live: dict[str, Stream] = {}  # by their name
         self.is_closing = False
         self.queue = RequestQueue(settings.max_queued_requests, self._wake_loops)
         self._codec = TextCodec(folder.path)
@@ -86,9 +86,9 @@ class Scheduler:
     def has_worker(self) -> bool:
         return any(loop.is_ready for loop in self.loops)
 
-    async def submit(self, message: api.GenerateRequest) -> Stream:
-        """Check a request and queue its samples; its first event is Started. Raises a ServiceError. Until a first
-        worker has told what it can do, this waits."""
+    async def submit(self, message: api.GenerateRequest, client: str = "") -> Stream:
+        """Check a client's request and queue its samples; its first event is Started. Raises a ServiceError. Until a
+        first worker has told what it can do, this waits."""
         await self._rules_known.wait()
         if self.is_closing:
             raise Unavailable("the scheduler is shutting down; send the request again")
@@ -96,12 +96,13 @@ class Scheduler:
         spec = parse_generate(message, self._rules)
         if not spec.request_id:
             spec = dataclasses.replace(spec, request_id=f"fdfo-{secrets.token_hex(8)}")
-        if spec.request_id in self.live:
+        name = live_name(client, spec.request_id)
+        if name in self.live:
             raise AlreadyLive(spec.request_id)
         self._warn_of_editing(spec.algorithm)
-        stream = self._new_stream(spec)
+        stream = self._new_stream(spec, name)
         queue_position = self.queue.push([sample for sample in stream.samples if sample not in stream.held])
-        self.live[spec.request_id] = stream
+        self.live[name] = stream
         started = api.Started(
             request_id=spec.request_id,
             seed=stream.samples[0].seed,
@@ -125,12 +126,12 @@ class Scheduler:
                 hint="its edits mean something only on checkpoints trained for editing, as LLaDA2.1; LLaDA2.0 is not",
             )
 
-    def _new_stream(self, spec: GenerateSpec) -> Stream:
+    def _new_stream(self, spec: GenerateSpec, name: str) -> Stream:
         """The samples of a request. They differ in their index only, which every draw depends on beside the seed.
 
         A prompt with a whole block is computed once: the samples after the first are held until it is in the cache.
         """
-        stream = Stream(spec.request_id, self._outbox)
+        stream = Stream(spec.request_id, self._outbox, name)
         seed = secrets.randbits(63) if spec.sampling.seed is None else spec.sampling.seed
         stream.samples = [self._new_request(spec, seed, stream, index) for index in range(spec.num_samples)]
         if len(spec.prompt_ids) >= self.folder.block_size:
@@ -157,10 +158,13 @@ class Scheduler:
             sample_index=sample_index,
         )
 
-    def abort(self, request_id: str) -> bool:
-        """End a request with reason ABORT, in whatever phase; False if it is not live."""
-        stream = self.live.get(request_id)
-        if stream is None or stream.is_finished:
+    def abort(self, request_id: str, client: str = "") -> bool:
+        """End a client's own request with reason ABORT, in whatever phase; False if it has none of this id live."""
+        stream = self.live.get(live_name(client, request_id))
+        return stream is not None and self._abort(stream)
+
+    def _abort(self, stream: Stream) -> bool:
+        if stream.is_finished:
             return False
         for sample in stream.samples:
             sample.finish(api.Finished(reason=api.FINISH_REASON_ABORT))
@@ -170,10 +174,10 @@ class Scheduler:
 
     def leave(self, stream: Stream) -> None:
         """The stream's reader is gone or has read the last event."""
-        self.abort(stream.request_id)
+        self._abort(stream)
         self.counters.published_tokens += stream.cost()["published_tokens"]
         self.counters.requests_finished += 1
-        del self.live[stream.request_id]
+        del self.live[stream.name]
 
     async def close(self, grace_s: float) -> None:
         """Take no new request; let the live ones finish within the grace time, then end the rest with an error."""

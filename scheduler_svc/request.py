@@ -16,7 +16,7 @@ from scheduler_svc.replies import DoneBlock, Snapshot, read_snapshot
 from scheduler_svc.stream import Stream
 from scheduler_svc.validation import GenerateSpec
 
-RowName = tuple[str, int]  # request id and sample index
+RowName = tuple[str, int]  # Stream.name and sample index
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Request:
     @property
     def name(self) -> RowName:
         """What tells it from the other rows of this scheduler."""
-        return (self.spec.request_id, self.sample_index)
+        return (self.stream.name, self.sample_index)
 
     @property
     def priority(self) -> int:
@@ -97,7 +97,7 @@ class Request:
         prefix = (self.spec.prompt_ids + self.committed_ids)[: self.block_index * self.block_size]
         sampling, block = self.spec.sampling, self.incomplete
         return pb.StartRow(
-            request_id=self.spec.request_id,
+            request_id=self.stream.name,
             sample_index=self.sample_index,
             attempt=self.attempt,
             prompt_length=len(self.spec.prompt_ids),

@@ -8,10 +8,12 @@ import grpc
 import structlog
 
 from common import __version__
+from common.callers import current_caller
 from common.errors import ServiceError, abort_with
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_svc.core import Scheduler
+from scheduler_svc.validation import check_abort
 
 SERVICE_NAME = api.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
@@ -28,7 +30,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def Generate(self, message: api.GenerateRequest, context: Context) -> None:
         try:
-            stream = await self._scheduler.submit(message)
+            stream = await self._scheduler.submit(message, current_caller())
         except ServiceError as error:
             await abort_with(context, error)
         structlog.contextvars.bind_contextvars(request_id=stream.request_id)
@@ -44,7 +46,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             log.info("request_left", **stream.cost())
 
     async def Abort(self, message: api.AbortRequest, context: Context) -> api.AbortResponse:
-        return api.AbortResponse(aborted=sum(self._scheduler.abort(name) for name in message.request_ids))
+        try:
+            check_abort(message)
+        except ServiceError as error:
+            await abort_with(context, error)
+        client = current_caller()
+        return api.AbortResponse(aborted=sum(self._scheduler.abort(name, client) for name in message.request_ids))
 
     async def GetServerInfo(self, message: api.GetServerInfoRequest, context: Context) -> api.GetServerInfoResponse:
         info = self._scheduler.info()

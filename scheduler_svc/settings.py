@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.security_settings import SecuritySettings
 from common.settings import setting
 
 
@@ -21,7 +22,7 @@ def _check_not_empty(text: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerSettings:
+class SchedulerSettings(SecuritySettings):
     """What a scheduler is started with. Names end in their unit; times are seconds or milliseconds."""
 
     model_path: Path = setting(
@@ -89,6 +90,24 @@ class SchedulerSettings:
     log_format: str = setting("console", help="form of the log on stderr", choices=("console", "json"))
     log_level: str = setting("info", help="least important event to log", choices=("debug", "info", "warning", "error"))
     exit_with_parent: bool = setting(False, help="stop as on SIGTERM when standard input closes")
+    worker_tls_ca_file: Path | None = setting(
+        None, help="PEM file with the authorities that signed the workers' certificates; turns TLS on", metavar="FILE"
+    )
+    worker_tls_cert_file: Path | None = setting(
+        None, help="PEM file with the certificate to show to workers that ask for one", metavar="FILE"
+    )
+    worker_tls_key_file: Path | None = setting(
+        None, help="PEM file with the private key of --worker-tls-cert-file", metavar="FILE"
+    )
+    worker_tls_server_name: str | None = setting(
+        None,
+        help="name in the workers' certificates, where they are reached by address; default: the host in --workers",
+        metavar="NAME",
+        check=_check_not_empty,
+    )
+    worker_api_key_file: Path | None = setting(
+        None, help="file with the key to send to workers that ask for one (their --api-keys-file)", metavar="FILE"
+    )
 
     @property
     def worker_targets(self) -> tuple[str, ...]:

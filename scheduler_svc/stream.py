@@ -15,12 +15,22 @@ if TYPE_CHECKING:
     from scheduler_svc.request import Request
 
 
+def live_name(client: str, request_id: str) -> str:
+    """A client's request among those of all: two clients may use one id. `client` has no slash; "" where clients are
+    not told apart."""
+    return f"{client}/{request_id}" if client else request_id
+
+
 @dataclass(eq=False)
 class Stream:
-    """One live call of a client. `held`: samples that start when the first one has put the prompt into the cache."""
+    """One live call of a client. `held`: samples that start when the first one has put the prompt into the cache.
+
+    `name`: what tells the request from all others of this scheduler, also at the workers; see `live_name`.
+    """
 
     request_id: str
     outbox: Outbox
+    name: str
     samples: list[Request] = field(default_factory=list)
     held: list[Request] = field(default_factory=list)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)

@@ -16,6 +16,11 @@ from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import scheduler_pb2
 from scheduler_svc.text import TextCodec
 
+# Ten times the longest prompts; what is refused for its size is hardly looked at.
+MAX_CLIENT_MESSAGE_BYTES = 4 * 1024 * 1024
+MAX_MESSAGES = 4096
+MAX_ABORTED_IDS = 4096
+MAX_NAMED_UNKNOWN_BYTES = 4096
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -110,7 +115,8 @@ class GenerateSpec:
 
 def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> GenerateSpec:
     """Raises InvalidField with the field's path in the request. What costs most, encoding the prompt, comes last."""
-    _refuse_unknown_fields(request, "")
+    _refuse_too_many(request, rules)
+    _refuse_unknown_fields(request)
     _refuse_unsupported(request)
     _check_request_id(request.request_id)
     num_samples, priority = _num_samples(request), _priority(request)
@@ -145,8 +151,37 @@ def check_defaults(rules: Rules) -> None:
     _algorithm_params(rules.default_algorithm, rules.default_params, rules)
 
 
-def _refuse_unknown_fields(message: Message, path: str) -> None:
+def check_abort(request: scheduler_pb2.AbortRequest) -> None:
+    """Raises InvalidField for more ids than a call may name; unknown ones are the caller's to ignore."""
+    if (count := len(request.request_ids)) > MAX_ABORTED_IDS:
+        raise InvalidField("request_ids", f"must have at most {MAX_ABORTED_IDS} ids; it has {count}")
+
+
+def _refuse_too_many(request: scheduler_pb2.GenerateRequest, rules: Rules) -> None:
+    """Before anything walks over a list: millions of entries would keep the event loop from everyone else."""
+    for field, count, most, what in (
+        ("prompt_ids", len(request.prompt_ids.ids), rules.folder.context_length, "tokens (the context limit)"),
+        ("messages", len(request.messages.messages), MAX_MESSAGES, "messages"),
+        ("resume.committed_ids", len(request.resume.committed_ids), rules.folder.context_length, "ids"),
+        ("stop", len(request.stop), MAX_STOP_STRINGS, "strings"),
+        ("stop_token_ids", len(request.stop_token_ids), MAX_REQUEST_STOP_TOKEN_IDS, "ids"),
+    ):
+        if count > most:
+            raise InvalidField(field, f"must have at most {most} {what}; it has {count}")
+
+
+def _refuse_unknown_fields(request: Message) -> None:
     """A newer client's field would be ignored in silence otherwise."""
+    known = type(request)()
+    known.CopyFrom(request)
+    known.DiscardUnknownFields()
+    if num_bytes := request.ByteSize() - known.ByteSize():
+        if num_bytes <= MAX_NAMED_UNKNOWN_BYTES:
+            _name_unknown_field(request, "")
+        raise InvalidField("(unknown)", f"{num_bytes} bytes are fields that are unknown to this version")
+
+
+def _name_unknown_field(message: Message, path: str) -> None:
     unknown = UnknownFieldSet(message)
     if len(unknown) > 0:
         number = unknown[0].field_number
@@ -156,9 +191,9 @@ def _refuse_unknown_fields(message: Message, path: str) -> None:
             continue
         if field.is_repeated:
             for i, item in enumerate(value):
-                _refuse_unknown_fields(item, f"{path}{field.name}[{i}].")
+                _name_unknown_field(item, f"{path}{field.name}[{i}].")
         else:
-            _refuse_unknown_fields(value, f"{path}{field.name}.")
+            _name_unknown_field(value, f"{path}{field.name}.")
 
 
 def _refuse_unsupported(request: scheduler_pb2.GenerateRequest) -> None:
@@ -211,8 +246,6 @@ def _sampling(sampling: scheduler_pb2.SamplingParams, vocab_size: int) -> Sampli
 
 def _stop_strings(stop: Iterable[str]) -> tuple[str, ...]:
     strings = tuple(stop)
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidField("stop", f"must have at most {MAX_STOP_STRINGS} strings; it has {len(strings)}")
     for i, string in enumerate(strings):
         if not 1 <= len(string) <= MAX_STOP_STRING_CHARS:
             raise InvalidField(f"stop[{i}]", f"must have 1 to {MAX_STOP_STRING_CHARS} characters; it has {len(string)}")
@@ -221,8 +254,6 @@ def _stop_strings(stop: Iterable[str]) -> tuple[str, ...]:
 
 def _request_stop_ids(stop_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
     ids = tuple(stop_token_ids)
-    if len(ids) > MAX_REQUEST_STOP_TOKEN_IDS:
-        raise InvalidField("stop_token_ids", f"must have at most {MAX_REQUEST_STOP_TOKEN_IDS} ids; it has {len(ids)}")
     for i, token_id in enumerate(ids):
         if token_id >= vocab_size:
             raise InvalidField(f"stop_token_ids[{i}]", f"must be below {vocab_size}, not {token_id}")

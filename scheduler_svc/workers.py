@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import grpc
 import structlog
 
-from common.errors import refusal_reason
+from common.connection import Connection, Tls
+from common.errors import ServiceError, refusal_reason
 from common.grpc_server import MAX_MESSAGE_BYTES
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
@@ -49,34 +51,39 @@ class Link(Protocol):
 
 
 class WorkerLink:
-    """One worker address."""
+    """One worker address; see Connection for `tls` and `api_key_file`."""
 
-    def __init__(self, target: str, scheduler_id: str) -> None:
+    def __init__(
+        self, target: str, scheduler_id: str, *, tls: Tls | None = None, api_key_file: Path | None = None
+    ) -> None:
         self.target = target
         self.scheduler_id = scheduler_id
         self.last_error = "not connected yet"
-        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        make_stub = worker_pb2_grpc.WorkerServiceStub
+        self._connection = Connection(target, make_stub, CHANNEL_OPTIONS, tls=tls, api_key=api_key_file)
 
     async def get_info(self) -> pb.GetWorkerInfoResponse:
         """The worker's facts, as soon as it answers."""
         while True:
             try:
                 request = pb.GetWorkerInfoRequest(scheduler_id=self.scheduler_id)
-                info: pb.GetWorkerInfoResponse = await self._stub.GetWorkerInfo(request, timeout=INFO_TIMEOUT_S)
+                stub = self._connection.stub
+                info: pb.GetWorkerInfoResponse = await stub.GetWorkerInfo(request, timeout=INFO_TIMEOUT_S)
                 return info
             except grpc.aio.AioRpcError as error:
-                self.last_error = error.details() or error.code().name
-                await asyncio.sleep(RECONNECT_EVERY_S)
+                self.last_error = self._connection.explain(error.details() or error.code().name)
+            except ServiceError as error:  # a TLS file or the key's
+                self.last_error = str(error)
+            await asyncio.sleep(RECONNECT_EVERY_S)
 
     async def run_round(self, request: pb.RunRoundRequest, timeout_s: float) -> pb.RunRoundResponse:
         """The round's reply. After a lost reply the same round is repeated for 3 s; raises WorkerLost after that,
         at once when the worker refuses, and at once when it hangs (the deadline)."""
-        return await self._repeat(lambda: self._stub.RunRound(request, timeout=timeout_s))
+        return await self._repeat(lambda: self._connection.stub.RunRound(request, timeout=timeout_s))
 
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(scheduler_id=self.scheduler_id, generation=generation)
-        return await self._repeat(lambda: self._stub.Heartbeat(request, timeout=INFO_TIMEOUT_S))
+        return await self._repeat(lambda: self._connection.stub.Heartbeat(request, timeout=INFO_TIMEOUT_S))
 
     async def _repeat(self, call: Callable[[], Awaitable[T]]) -> T:
         first_failure_at: float | None = None
@@ -94,4 +101,4 @@ class WorkerLink:
                 await asyncio.sleep(REPEAT_EVERY_S)
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._connection.close()

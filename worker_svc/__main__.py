@@ -119,7 +119,7 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
 
 async def serve(settings: WorkerSettings, folder: ModelFolder, loop: DenoiseLoop) -> int:
     """Serve until a signal (0) or until the device thread fails (1)."""
-    service = GrpcService(settings.host, settings.port, [SERVICE_NAME])
+    service = GrpcService(settings.host, settings.port, [SERVICE_NAME], security=settings)
     executor = Executor(loop)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerServicer(executor, loop, folder, settings), service.server

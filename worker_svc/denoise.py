@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.errors import Refused
+from common.errors import Refused, ServiceError
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.forward_plan import ForwardPlanner, Plan
 from worker_svc.kv.pages import PagePool, PageUsage
@@ -89,8 +89,8 @@ class DenoiseLoop:
             return deliver(Refused("OTHER_MODEL", f"fingerprint: this worker serves {self.config.fingerprint}"))
         try:
             session = self.leases.touch(request.scheduler_id, request.generation)
-        except Refused as stale:
-            return deliver(stale)
+        except ServiceError as refusal:
+            return deliver(refusal)
         session.offer(request, deliver, self._draining_error() if self.draining else None)
 
     def withdraw(self, request: RoundRequest, deliver: Deliver) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.errors import Refused, ServiceError
+from common.errors import Refused, ServiceError, Unavailable
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.rounds import Session
 
+MAX_SCHEDULERS = 1024  # with a lease at one time
 MAX_PAST_SCHEDULERS = 1024  # whose last generation is remembered after their lease
 
 
@@ -29,7 +30,8 @@ class Leases:
         self._past_generations: dict[str, int] = {}
 
     def touch(self, scheduler_id: str, generation: int) -> Session:
-        """Renew a scheduler's lease; a higher generation drops its older state. Raises Refused for a lower one."""
+        """Renew a scheduler's lease; a higher generation drops its older state. Raises Refused for a lower one, and
+        Unavailable for one scheduler too many."""
         session = self.sessions.get(scheduler_id)
         over = session.generation - 1 if session is not None else self._past_generations.get(scheduler_id, -1)
         if generation <= over:
@@ -39,6 +41,8 @@ class Leases:
             self.forget(session, _stale(session.generation))
             session = None
         if session is None:
+            if len(self.sessions) >= MAX_SCHEDULERS:
+                raise Unavailable(f"{MAX_SCHEDULERS} schedulers have a lease here; no more are served")
             session = self.sessions[scheduler_id] = Session(scheduler_id, generation)
         session.last_seen = self._clock()
         return session

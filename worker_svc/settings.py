@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.security_settings import SecuritySettings
 from common.settings import setting
 
 
@@ -15,7 +16,7 @@ def _check_device(text: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
+class WorkerSettings(SecuritySettings):
     """What a worker is started with. Names end in their unit."""
 
     model_path: Path = setting(help="folder of the model in the published format", metavar="DIR")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.errors import short
 from common.limits import MAX_ROW_STOP_TOKEN_IDS
 from common.packing import unpack_bits
 from fdfo.worker.v1 import worker_pb2 as pb
@@ -19,6 +20,9 @@ from worker_svc.rows import RowKey, RowName, Start
 
 class BadStart(ValueError):
     """One line that begins with the field's name."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(short(message))
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ def decode_start(start: pb.StartRow, rules: StartRules) -> Start:
     algorithm = ALGORITHMS.get(start.algorithm)
     if algorithm is None:
         raise BadStart(f"algorithm: {start.algorithm!r} is unknown; known are {', '.join(sorted(ALGORITHMS))}")
+    _check(len(start.algorithm_params) <= len(algorithm.params), f"algorithm_params: more than {algorithm.name} has")
     params = _params(algorithm, dict(start.algorithm_params))
     if start.step_count + sum(mask) > algorithm.max_steps(size, params):
         raise BadStart(f"step_count: {start.step_count} leaves too few steps for {sum(mask)} masked positions")
@@ -61,8 +66,8 @@ def decode_start(start: pb.StartRow, rules: StartRules) -> Start:
     _check(0 <= sampling.temperature < math.inf, "sampling.temperature: finite and not negative")
     _check(0 < sampling.top_p <= 1, "sampling.top_p: above 0, at most 1")
     _check(0 <= sampling.min_p <= 1, "sampling.min_p: 0 to 1")
+    _check(len(start.stop_token_ids) <= MAX_ROW_STOP_TOKEN_IDS, f"stop_token_ids: at most {MAX_ROW_STOP_TOKEN_IDS}")
     stops = list(dict.fromkeys(start.stop_token_ids))
-    _check(len(stops) <= MAX_ROW_STOP_TOKEN_IDS, f"stop_token_ids: at most {MAX_ROW_STOP_TOKEN_IDS}")
     _check(all(stop < rules.vocab_size for stop in stops), "stop_token_ids: outside the vocabulary")
     limit_position = block_start + num_prompt + start.tokens_left
     _check(

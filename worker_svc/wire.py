@@ -23,6 +23,8 @@ def decode_names(names: pb.RowNames, field: str) -> list[RowName]:
         raise InvalidField(field, "request_ids, sample_indexes and attempts must have one entry a row each")
     if len(names.request_ids) > MAX_ROWS_PER_ROUND:
         raise InvalidField(field, f"at most {MAX_ROWS_PER_ROUND} rows a round")
+    if any(len(request_id) > MAX_ID_CHARACTERS for request_id in names.request_ids):
+        raise InvalidField(field, f"a request id has more than {MAX_ID_CHARACTERS} characters")
     keys = list(map(RowKey, names.request_ids, names.sample_indexes))
     if len(set(keys)) != len(keys):
         raise InvalidField(field, "a row is named twice")
@@ -43,9 +45,9 @@ def decode_round(request: pb.RunRoundRequest, rules: StartRules) -> RoundRequest
         raise InvalidField("round_id", "counts from 1")
     if request.acked_round_id >= request.round_id:
         raise InvalidField("acked_round_id", "must be below round_id")
-    starts = list(request.starts)
-    if len(starts) > MAX_ROWS_PER_ROUND:
+    if len(request.starts) > MAX_ROWS_PER_ROUND:
         raise InvalidField("starts", f"at most {MAX_ROWS_PER_ROUND} rows a round")
+    starts = list(request.starts)
     for index, start in enumerate(starts):
         if not 0 < len(start.request_id) <= MAX_ID_CHARACTERS:
             raise InvalidField(f"starts[{index}].request_id", f"1 to {MAX_ID_CHARACTERS} characters")

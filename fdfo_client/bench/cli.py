@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.settings import add_flags, settings_from
+from fdfo_client._access import ACCESS_ARGUMENTS, access_from
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client.bench.load import Load
 from fdfo_client.bench.measure import Measurement, World, connect, measure
@@ -62,6 +63,15 @@ NOT_VIRTUAL = (
     "attention_backend",
     "batch_invariant",
     "num_threads",
+    "tls_cert_file",
+    "tls_key_file",
+    "tls_client_ca_file",
+    "api_keys_file",
+    "worker_tls_ca_file",
+    "worker_tls_cert_file",
+    "worker_tls_key_file",
+    "worker_tls_server_name",
+    "worker_api_key_file",
 )
 DEFAULT_CONCURRENCY = 16
 LONGEST_NETWORK_DELAY_MS = 2000  # beyond, a worker is taken for one that hangs
@@ -217,7 +227,7 @@ def replay(arguments: argparse.Namespace) -> int:
     if arguments.virtual_time:
         report = run_virtually(against(*_virtual_servers(arguments)))
     else:
-        report = asyncio.run(against(connect(arguments.target), settings_of(arguments)))
+        report = asyncio.run(against(connect(arguments.target, access_from(arguments)), settings_of(arguments)))
     return finish(report, arguments)
 
 
@@ -250,7 +260,7 @@ async def _bench(arguments: argparse.Namespace, dataset: list[dict[str, Any]] | 
     if requests is None and arguments.duration is None:
         requests = DEFAULT_REQUESTS if dataset is None else len(dataset)
     concurrency = arguments.concurrency or (DEFAULT_CONCURRENCY if arguments.rate is None else None)
-    async with connect(arguments.target) as world:
+    async with connect(arguments.target, access_from(arguments)) as world:
         options = _options(arguments, dataset, world)
         await warm_up(world, itertools.islice(options, arguments.warmup), concurrency or DEFAULT_CONCURRENCY)
         measured = itertools.islice(options, requests)
@@ -357,7 +367,7 @@ def recorded_items(measurement: Measurement) -> Iterator[Item]:
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags as JSON has them."""
-    others = ("command", "target", "virtual_flags")
+    others = ("command", "target", "virtual_flags", *ACCESS_ARGUMENTS)
     return {name: _plain(value) for name, value in vars(arguments).items() if name not in others} | {
         "target": list(arguments.target)
     }

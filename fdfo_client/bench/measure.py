@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._errors import FdfoError, UnexpectedServer
 from fdfo_client._types import ServerCounters, ServerInfo
@@ -49,11 +50,14 @@ class Measurement:
 
 
 @contextlib.asynccontextmanager
-async def connect(targets: Sequence[str]) -> AsyncIterator[World]:
+async def connect(targets: Sequence[str], access: Access = OPEN) -> AsyncIterator[World]:
     """The schedulers at these targets. Requests go to each in turn. Raises FdfoError if one does not answer."""
     async with contextlib.AsyncExitStack() as stack:
-        sender = await stack.enter_async_context(AsyncClient(targets))
-        clients = {target: await stack.enter_async_context(AsyncClient(target)) for target in targets}
+        sender = await stack.enter_async_context(AsyncClient(targets, tls=access.tls, api_key=access.api_key))
+        clients = {
+            target: await stack.enter_async_context(AsyncClient(target, tls=access.tls, api_key=access.api_key))
+            for target in targets
+        }
         servers = {target: await client.server_info() for target, client in clients.items()}
         for target, info in servers.items():
             if info.block_size < 1 or info.num_tokens < 1 or info.context_length < 2:

@@ -192,5 +192,5 @@ def test_all_errors_have_one_base() -> None:
     """Every exported exception is an FdfoError."""
     exported = [getattr(fdfo_client, name) for name in fdfo_client.__all__]
     errors = [kind for kind in exported if isinstance(kind, type) and issubclass(kind, BaseException)]
-    assert len(errors) == 8
+    assert len(errors) == 9
     assert all(issubclass(kind, FdfoError) for kind in errors)

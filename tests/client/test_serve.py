@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
-from fdfo_client import serve
+from fdfo_client import InvalidRequest, serve
 from tests.client.fake_scheduler import FakeScheduler, serving
 
 # A service that needs no start-up time: listens where it is told, says so, and stops when its standard input closes.
@@ -139,6 +139,21 @@ def test_threads_do_not_spin() -> None:
     }
     users = {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "8"}
     assert serve.plan_from(parse(), users).environment == users
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--tls-cert-file", "a", "--tls-key-file", "b"], "add --worker-tls-ca-file"),
+        (["--api-keys-file", "a"], "add --worker-api-key-file"),
+        (["--worker-api-key-file", "absent"], "absent: No such file"),
+        (["--worker-tls-ca-file", "a", "--worker-tls-key-file", "b"], "both"),
+    ],
+)
+def test_services_that_would_not_reach_each_other_are_not_started(argv: list[str], words: str) -> None:
+    """Certificates and keys go to both services, so the scheduler's way to its workers must fit them."""
+    with pytest.raises(InvalidRequest, match=words):
+        serve.plan_from(parse(*argv), {})
 
 
 def test_the_default_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

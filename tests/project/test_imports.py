@@ -29,6 +29,12 @@ ALLOWED = {
 SETTINGS = {"common.settings", "scheduler_svc.settings", "worker_svc.settings"}
 VIRTUAL = "fdfo_client.bench.virtual"
 ALSO_ALLOWED = {
+    # TLS and keys of a channel: one code for the scheduler's way to workers and the client's to schedulers.
+    Path("fdfo_client/_channel.py"): {
+        "common.api_keys.read_api_key",
+        "common.connection",
+        "common.errors.ServiceError",
+    },
     Path("fdfo_client/serve.py"): SETTINGS,
     Path("fdfo_client/bench/cli.py"): SETTINGS | {"common.logging"},
     Path("fdfo_client/bench/virtual.py"): {"common", "scheduler_svc", "worker_svc"},

@@ -217,6 +217,20 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
     assert tokenizer.encode("that", add_special_tokens=False).ids == [256, *b"at"]
 
 
+def test_code_in_a_folder_is_never_run(tmp_path: Path) -> None:
+    """A tokenizer that the folder brings as Python code is refused, without a question on the terminal."""
+    marker = tmp_path / "it-ran"
+    code = f"open({str(marker)!r}, 'w')\nfrom transformers import GPT2Tokenizer as OwnTokenizer\n"
+    (tmp_path / "tokenization_own.py").write_text(code)
+    classes = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": classes})
+    )
+    with pytest.raises(ModelFolderError):
+        load_tokenizer(tmp_path)
+    assert not marker.exists()
+
+
 def test_a_tokenizer_of_another_kind_loads(tmp_path: Path) -> None:
     """load_tokenizer takes any tokenizer.json; what cannot be detokenized is refused by the codec."""
     path = write_folder(tmp_path, tokenizer=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))

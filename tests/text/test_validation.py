@@ -144,7 +144,7 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
     "prompt over the context limit": (
         api.GenerateRequest(prompt_ids=ids(CONTEXT + 9)),
         "prompt_ids",
-        "has 4105 tokens",
+        "at most 4096 tokens (the context limit); it has 4105",
     ),
     "text over the context limit": (api.GenerateRequest(text="1" * CONTEXT), "text", "context limit of 4096"),
     "text far over the context limit": (api.GenerateRequest(text="a" * 1_000_000), "text", "has 1000000 characters"),
@@ -157,6 +157,21 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
         api.GenerateRequest(messages=chat(*[("user", "a" * 100_000)] * 9)),
         "messages",
         "has 900009 characters",
+    ),
+    "messages too many": (
+        api.GenerateRequest(messages=chat(*[("user", "")] * 4097)),
+        "messages",
+        "at most 4096 messages; it has 4097",
+    ),
+    "committed ids too many": (
+        api.GenerateRequest(text="x", resume=api.Resume(committed_ids=[3] * 4097)),
+        "resume.committed_ids",
+        "at most 4096 ids; it has 4097",
+    ),
+    "unknown fields without end": (
+        api.GenerateRequest.FromString(b"\xf8\x07\x01" * 100_000),
+        "(unknown)",
+        "300000 bytes are fields that are unknown to this version",
     ),
     "max_new_tokens 0": (
         api.GenerateRequest(prompt_ids=ids(1), max_new_tokens=0),

@@ -271,7 +271,12 @@ def test_non_finite_logits_end_one_row_and_leave_its_neighbours_alone() -> None:
         ("sampling.temperature", {"sampling": pb.SamplingParams(temperature=float("nan"), top_p=1)}),
         ("sampling.top_p", {"sampling": pb.SamplingParams(top_p=1.5)}),
         ("sampling.min_p", {"sampling": pb.SamplingParams(top_p=1, min_p=-1)}),
+        ("algorithm_params", {"algorithm_params": {f"x{n}": 0.5 for n in range(1000)}}),
+        ("algorithm", {"algorithm": "x" * 100_000}),
+        ("algo_state", {"algorithm": "JointThreshold", "algo_state": bytes([1]) + b"\xff" * 4}),
+        ("algo_state", {"algorithm": "JointThreshold", "algo_state": bytes([1]) + bytes(1_000_000)}),
         ("stop_token_ids", {"stop_token_ids": [9999]}),
+        ("stop_token_ids", {"stop_token_ids": [2] * 97}),
         ("tokens_left", {"tokens_left": 100_000}),
         ("logprobs", {"want_logprobs": True, "logprobs": b"123"}),
         ("logprobs", {"want_logprobs": True, "logprobs": pack_floats([float("nan")] * BLOCK)}),
@@ -292,6 +297,7 @@ def test_a_start_that_cannot_run_is_a_row_error_that_names_the_field(field: str,
     reply = Driver(loop).run(starts=[bad, start("good", effort(2))])
     assert statuses(reply) == ["BAD_STATE", "RUNNING"]
     assert reply.rows.errors[0].startswith(field)
+    assert len(reply.rows.errors[0]) <= 1000
     assert_whole(loop, held=1)
 
 

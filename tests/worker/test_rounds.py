@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import InvalidField, Refused
+from common.errors import InvalidField, Refused, Unavailable
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.worker.scripted import BLOCK, Clock, Driver, assert_whole, effort, make_loop, names, start
 from worker_svc.denoise import DenoiseLoop
+from worker_svc.leases import MAX_SCHEDULERS
 from worker_svc.wire import decode_round
 
 
@@ -241,6 +242,20 @@ def test_shares_are_even_for_a_second_after_a_refusal_and_all_that_is_free_other
     assert (loop.allowance(loop.sessions["two"]).rows, loop.allowance(loop.sessions["two"]).pages) == (2, 6)
 
 
+def test_schedulers_beyond_the_limit_are_refused_until_a_lease_runs_out() -> None:
+    """Ids drawn without end do not fill the worker's memory; those that are known go on."""
+    clock = Clock()
+    loop = make_loop(clock=clock)
+    for number in range(MAX_SCHEDULERS):
+        loop.leases.touch(f"s{number}", 1)
+    refused = Driver(loop, "one too many").send(starts=[start("a", effort(2))])
+    assert isinstance(refused[0], Unavailable) and len(loop.sessions) == MAX_SCHEDULERS
+    assert Driver(loop, "s7").run(starts=[start("a", effort(2))])
+    clock.now += 31
+    loop.tick()
+    assert Driver(loop, "one too many").run(starts=[start("a", effort(2))])
+
+
 @pytest.mark.parametrize(
     ("field", "change"),
     [
@@ -250,7 +265,14 @@ def test_shares_are_even_for_a_second_after_a_refusal_and_all_that_is_free_other
         ("acked_round_id", {"acked_round_id": 7}),
         ("releases", {"releases": pb.RowNames(request_ids=["a"])}),
         ("continues", {"continues": pb.RowNames(request_ids=["a", "a"], sample_indexes=[0, 0], attempts=[1, 2])}),
+        ("releases", {"releases": pb.RowNames(request_ids=["a" * 257], sample_indexes=[0], attempts=[1])}),
+        (
+            "releases",
+            {"releases": pb.RowNames(request_ids=["a"] * 4097, sample_indexes=[0] * 4097, attempts=[1] * 4097)},
+        ),
+        ("scheduler_id", {"scheduler_id": "s" * 257}),
         ("starts[0].request_id", {"starts": [pb.StartRow()]}),
+        ("starts", {"starts": [pb.StartRow()] * 4097}),
         ("starts", {"starts": [pb.StartRow(request_id="x"), pb.StartRow(request_id="x", attempt=2)]}),
     ],
 )

@@ -61,6 +61,7 @@ class SchedulerServiceServicer(object):
         INVALID_ARGUMENT    a field is wrong; google.rpc.BadRequest names it. Nothing was done.
         ALREADY_EXISTS      the request id is live.
         RESOURCE_EXHAUSTED  the queue is full; google.rpc.RetryInfo says when to try again.
+        UNAUTHENTICATED     the scheduler asks for an API key: metadata `authorization: Bearer KEY`.
         UNAVAILABLE         the scheduler is shutting down.
         DEADLINE_EXCEEDED   the client's deadline passed.
         Cancelling the call aborts the request.
@@ -70,7 +71,8 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """End requests at the next forward boundary; their streams finish with reason ABORT. Unknown ids are ignored.
+        """End requests at the next forward boundary; their streams finish with reason ABORT. Unknown ids are ignored,
+        and so are other clients' ids where API keys tell clients apart. At most 4096.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
