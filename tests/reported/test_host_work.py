@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def calls_of_forwards(num_rows: int) -> dict[str, tuple[int, int]]:
 
 
 def test_torch_calls_follow_the_changed_rows_not_all_rows() -> None:
-    """With 12 rows and with 60, six of which change: the same number of torch calls, so no row is visited one at a time;
+    """With 12 rows and with 60, six of which change: the same number of torch calls, so no loop is over rows;
     a forward without changes copies to the host once."""
     few, many = calls_of_forwards(2 * CHANGED), calls_of_forwards(10 * CHANGED)
     assert few == many
@@ -169,7 +170,7 @@ def test_a_request_is_written_out_once_and_snapshots_are_not_read(monkeypatch: p
 def work_of_inserts(monkeypatch: pytest.MonkeyPatch, prompt_blocks: int) -> list[tuple[int, int]]:
     """Bytes hashed and pages looked up, by round, of a row that appends four blocks to a prompt of its own."""
     hashed, looked_up = 0, 0
-    blake2b, page_of = worker_svc.kv.prefix_cache.blake2b, PrefixCache.page_of
+    page_of = PrefixCache.page_of
 
     def spy_hash(data: bytes, **kwargs: Any) -> Any:
         nonlocal hashed
@@ -202,5 +203,3 @@ def test_an_insert_into_the_prefix_cache_costs_a_block(monkeypatch: pytest.Monke
     short, long = (work_of_inserts(monkeypatch, tokens // BLOCK) for tokens in (512, 16384))
     assert short == long == [(KEY_BYTES + BLOCK * ID_BYTES, short[0][1])] * 4
     assert 0 < short[0][1] <= 3
-
-

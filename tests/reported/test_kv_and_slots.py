@@ -127,8 +127,8 @@ def test_a_row_is_released_between_its_end_and_the_reply(told: str) -> None:
 
 @pytest.mark.parametrize("budget_blocks", [1, 2])
 def test_retained_blocks_are_never_cut_to_the_budget(budget_blocks: int) -> None:
-    """Five blocks half done, three of them parked and two of preempted rows that come back, beside a prompt: a budget of
-    one block or two is the prompt's, every forward has all denoising blocks whole, and none loses a token."""
+    """Five blocks half done, three of them parked and two of preempted rows that come back, beside a prompt: a budget
+    of one block or two is the prompt's, every forward has all denoising blocks whole, and none loses a token."""
     efforts = {f"r{n}": 8 + n for n in range(5)}
     alone = {name: done_blocks(Driver(make_loop()).run(starts=[start(name, effort(n))])) for name, n in efforts.items()}
     runner = ScriptedRunner()

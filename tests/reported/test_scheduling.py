@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+from typing import Any
 
 import pytest
 
 from bench.experiments import H20
 from bench.upstream import UpstreamLoop
-from fdfo_client.bench.metrics import ttft_ms
 from fdfo.scheduler.v1 import scheduler_pb2 as api
+from fdfo_client.bench.metrics import ttft_ms
 from fdfo_client.bench.workload import poisson_items
 from tests.reported.virtual_loads import BUDGET, FEW_STEPS, PROFILE, device, play, requests
 from tests.scheduler.in_memory import Bench
@@ -30,7 +31,7 @@ def test_prompts_that_arrive_keep_nobody_from_denoising() -> None:
     options = [each.options for each in requests(128, 1024, 128)]
     items = list(poisson_items(options, 8.0, random.Random(8)))
 
-    def figures(kind: type[DenoiseLoop], **flags: object) -> tuple[int, float]:
+    def figures(kind: type[DenoiseLoop], **flags: Any) -> tuple[int, float]:
         measurement, forwards = play(items, device(**H20), kind=kind, fused_commit=False, **flags)
         return len(forwards), statistics.median(ttft_ms(measurement.records)) / 1000
 

@@ -62,7 +62,9 @@ def _probability_of_best(weights: Tensor) -> Tensor:
     The sum is float64 so that its order, which changes with the batch, does not show in the result. It makes a float64
     copy of what is summed.
     """
-    sums = torch.cat([part.sum(dim=-1, dtype=torch.float64) for part in weights.split(_rows_at_once(weights))])
+    at_once = _rows_at_once(weights)
+    parts = [weights[first : first + at_once] for first in range(0, len(weights), at_once)]
+    sums = torch.cat([part.sum(dim=-1, dtype=torch.float64) for part in parts])
     return sums.reciprocal().to(torch.float32)
 
 
