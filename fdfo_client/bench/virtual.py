@@ -38,7 +38,7 @@ from worker_svc.models.base import CheckpointError
 from worker_svc.server import algorithm_infos
 from worker_svc.settings import WorkerSettings
 from worker_svc.simulated import ARCHITECTURE, SimulatedRunner, TimeLine
-from worker_svc.wire import decode_round
+from worker_svc.wire import decode_names, decode_round
 
 TARGET = "virtual"
 CONNECT_S = 1.0  # before a load starts
@@ -99,6 +99,14 @@ class LoopLink:
         if isinstance(outcome, ServiceError):
             raise WorkerLost(str(outcome))
         return pb.RunRoundResponse.FromString(outcome.SerializeToString())
+
+    async def release(self, generation: int, rows: pb.RowNames) -> None:
+        await asyncio.sleep(self._delay_s)
+        try:
+            self.loop.release(self.loop.leases.touch(self.scheduler_id, generation), decode_names(rows, "rows"))
+        except Refused as refused:
+            raise WorkerLost(str(refused)) from None
+        await asyncio.sleep(self._delay_s)
 
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
         await asyncio.sleep(self._delay_s)
