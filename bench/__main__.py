@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from bench.experiments import EXPERIMENTS, FULL, NOT_QUICK, QUICK, Case
+from bench.experiments import EXPERIMENTS, NOT_QUICK
+from bench.experiments.cases import FULL, QUICK, Case
 from bench.markdown import number, page
 from bench.services import Services
 from common.logging import configure_logging

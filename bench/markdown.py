@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from bench.experiments import EXPERIMENTS, Case
+from bench.experiments import EXPERIMENTS
+from bench.experiments.cases import Case
 
 
 def page(results: Mapping[str, Sequence[Case]], machine: str, runs: int) -> str:
