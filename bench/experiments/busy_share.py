@@ -7,22 +7,36 @@ from collections.abc import Iterator
 from functools import partial
 
 from bench.experiments.cases import (
+    BLOCK,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     Case,
+    Figures,
     Progress,
+    Prompts,
     Scale,
     Target,
-    closed_figures,
     derived,
     interleaved,
 )
-from bench.loads import random_prompts
+from bench.loads import random_prompts, run_steady
 from bench.services import FUSED_COMMIT, SIMULATED, Services
 
 
 def busy(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
-    """How much of the time the device computes, with one round in flight and with two, behind a longer network."""
+    """How much of the time the device computes while all places are taken: one round in flight and two, behind a longer
+    network."""
+
+    def measure(target: str, prompts: Prompts, num_rows: int) -> Figures:
+        steady = run_steady(target, prompts, OUTPUT_TOKENS, num_rows)
+        server = steady.server
+        assert server.device_busy_share is not None and server.denoise_rows_per_forward is not None
+        return {
+            "device busy": server.device_busy_share,
+            "tokens/s": server.blocks_done * BLOCK / steady.wall_s,
+            "rows/forward": server.denoise_rows_per_forward,
+        }
+
     for num_rows, least in ((16, 0.97), (64, 0.95)):
         (worker,) = services.workers(SIMULATED, num_rows, 1, FUSED_COMMIT)
         prompts = random_prompts(scale.requests[num_rows], PROMPT_TOKENS)
@@ -33,12 +47,9 @@ def busy(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]
                 scale,
                 progress,
                 {
-                    f"{num_rows} rows, k = {k}, {delay_ms:g} ms": partial(
-                        closed_figures, target, prompts, OUTPUT_TOKENS, 2 * num_rows
-                    )
+                    f"{num_rows} rows, k = {k}, {delay_ms:g} ms": partial(measure, target, prompts, num_rows)
                     for (delay_ms, k), target in zip(each, targets, strict=True)
                 },
             )
         for (_, k), case in zip(each, cases.values(), strict=True):
-            runs = {name: case.runs[name] for name in ("device busy", "tokens/s", "rows/forward")}
-            yield derived(case.name, runs, *([Target("device busy", least)] if k == "2" else []))
+            yield derived(case.name, case.runs, *([Target("device busy", least)] if k == "2" else []))

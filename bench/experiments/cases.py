@@ -28,12 +28,27 @@ class Scale:
     runs: int  # of each case
     requests: Mapping[int, int]  # by rows of the worker
     reloop_requests: int  # per row
-    tiny_requests: int  # per row
+    tiny_prompts: int  # different ones
+    tiny_requests: Mapping[int, int]  # by rows of the worker
     rounds: int
 
 
-QUICK = Scale(runs=5, requests={4: 12, 16: 48, 64: 128}, reloop_requests=1, tiny_requests=1, rounds=50)
-FULL = Scale(runs=5, requests={4: 60, 16: 192, 64: 448}, reloop_requests=4, tiny_requests=4, rounds=300)
+QUICK = Scale(
+    runs=5,
+    requests={4: 12, 16: 48, 64: 128},
+    reloop_requests=1,
+    tiny_prompts=2,
+    tiny_requests={16: 16},
+    rounds=50,
+)
+FULL = Scale(
+    runs=5,
+    requests={4: 60, 16: 192, 64: 448},
+    reloop_requests=4,
+    tiny_prompts=8,
+    tiny_requests={16: 48, 64: 128},
+    rounds=300,
+)
 
 
 @dataclass(frozen=True)

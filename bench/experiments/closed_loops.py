@@ -63,7 +63,7 @@ def modes(services: Services, scale: Scale, progress: Progress) -> Iterator[Case
         yield derived(
             f"FDFO / SYNC, {num_rows} rows",
             {"ratio": measured, "ideal": [ideal], "of ideal": [ratio / ideal for ratio in measured]},
-            Target("of ideal", 0.85),
+            Target("of ideal", 0.93),
         )
 
 

@@ -9,6 +9,7 @@ from bench.experiments.cases import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     Case,
+    Figures,
     Progress,
     Scale,
     closed_figures,
@@ -16,8 +17,8 @@ from bench.experiments.cases import (
     interleaved,
     ratios,
 )
-from bench.loads import random_prompts
-from bench.services import SIMULATED, Services
+from bench.loads import random_prompts, run_steady
+from bench.services import FUSED_COMMIT, SIMULATED, Services
 
 
 def workers(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
@@ -43,3 +44,34 @@ def workers(services: Services, scale: Scale, progress: Progress) -> Iterator[Ca
     for count, case in zip(counts, cases.values(), strict=True):
         of_linear = [ratio / count for ratio in ratios(case, one, "tokens/s")]
         yield derived(case.name, {**case.runs, "of linear": of_linear})
+
+
+def scheduler(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
+    """CPU time of the scheduler's process a round, behind 1 and 2 simulated workers of 64 rows; so how many rounds one
+    core sustains, and how many such workers it drives."""
+    counts = (1, 2)
+    targets = services.workers(SIMULATED, 64, max(counts), FUSED_COMMIT)
+
+    def measure(target: str, count: int) -> Figures:
+        prompts = random_prompts(count * scale.requests[64], PROMPT_TOKENS)
+        steady = run_steady(target, prompts, OUTPUT_TOKENS, 64 * count, partial(services.cpu_ms, target))
+        rounds = steady.server.rounds
+        return {
+            "CPU ms/round": steady.probed / rounds,
+            "rounds/s of a core": rounds / steady.probed * 1000,
+            "rounds/s of a worker": rounds / steady.wall_s / count,
+        }
+
+    with services.schedulers(SIMULATED, [(targets[:count], []) for count in counts]) as schedulers:
+        cases = interleaved(
+            scale,
+            progress,
+            {
+                f"{count} x 64 rows": partial(measure, target, count)
+                for count, target in zip(counts, schedulers, strict=True)
+            },
+        )
+    alone = next(iter(cases.values())).runs["rounds/s of a worker"]
+    for case in cases.values():
+        driven = [core / worker for core, worker in zip(case.runs["rounds/s of a core"], alone, strict=True)]
+        yield derived(case.name, {**case.runs, "workers of a core": driven})

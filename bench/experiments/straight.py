@@ -53,4 +53,4 @@ def round_trip(services: Services, scale: Scale, progress: Progress) -> Iterator
         return {name.replace("_", " "): value for name, value in medians(trips).items()}
 
     (case,) = interleaved(scale, progress, {"RunRound, 64 rows": measure}).values()
-    yield derived(case.name, case.runs, Target("overhead ms", 2.5, at_least=False))
+    yield derived(case.name, case.runs, Target("overhead ms", 2.0, at_least=False))
