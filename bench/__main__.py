@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Measure the services against their baselines: medians of interleaved runs.",
         epilog="example: python -m bench --quick --only modes,re-loop --json figures.json",
     )
-    parser.add_argument("--quick", action="store_true", help="five short runs of each case, under three minutes")
+    parser.add_argument("--quick", action="store_true", help="five short runs of each case, about three minutes")
     parser.add_argument(
         "--only",
         type=_names,

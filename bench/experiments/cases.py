@@ -46,7 +46,7 @@ FULL = Scale(
     requests={4: 60, 16: 192, 64: 448},
     reloop_requests=4,
     tiny_prompts=8,
-    tiny_requests={16: 48, 64: 128},
+    tiny_requests={16: 64, 64: 128},
     rounds=300,
 )
 
