@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.experiments import H20
+from bench.experiments.prompts import H20
 from bench.upstream import UpstreamLoop
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo_client.bench.metrics import ttft_ms
