@@ -59,10 +59,10 @@ protos-baseline: $(STAMP) ## at a release: take today's protos as what must not 
 	$(BIN)/buf build --exclude-source-info --output protos/baseline.binpb
 
 # On a machine with its own torch for CUDA and no .venv, that Python is used.
-bench: $(STAMP) ## measure everything against its baselines (up to 20 minutes)
+bench: $(STAMP) ## measure everything against its baselines (up to 25 minutes)
 	@$(BIN)/python -m bench --json bench.json --markdown docs/figures.md
 
-bench-quick: $(STAMP) ## the same with five short runs each (under 3 minutes)
+bench-quick: $(STAMP) ## most of it with five short runs each (about 3 minutes)
 	@$(BIN)/python -m bench --quick
 
 gpu-check: ## torch attention on CUDA against the CPU; needs a GPU

@@ -11,12 +11,15 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from bench.experiments import EXPERIMENTS, FULL, NOT_QUICK, QUICK, Case
-from bench.markdown import number, page
+from bench.experiments import EXPERIMENTS, NOT_QUICK
+from bench.experiments.cases import FULL, QUICK, Case
+from bench.markdown import number, page, picture_path
+from bench.pictures import PICTURES
 from bench.services import Services
 from common.logging import configure_logging
 from fdfo_client.bench.cli import output_file
@@ -29,14 +32,16 @@ def main(argv: list[str] | None = None) -> int:
         description="Measure the services against their baselines: medians of interleaved runs.",
         epilog="example: python -m bench --quick --only modes,re-loop --json figures.json",
     )
-    parser.add_argument("--quick", action="store_true", help="five short runs of each case, under three minutes")
+    parser.add_argument("--quick", action="store_true", help="five short runs of each case, about three minutes")
     parser.add_argument(
         "--only",
         type=_names,
         metavar="NAME,...",
         help=f"of {', '.join(EXPERIMENTS)} (all; with --quick all but {', '.join(NOT_QUICK)})",
     )
-    parser.add_argument("--markdown", type=output_file, metavar="FILE", help="write the tables as a page")
+    parser.add_argument(
+        "--markdown", type=output_file, metavar="FILE", help="write the tables as a page, its pictures beside it"
+    )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures with the runs behind them")
     arguments = parser.parse_args(argv)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -81,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         + (f"MISSED: {'; '.join(missed)}" if missed else "all targets met")
     )
     if arguments.markdown is not None:
-        arguments.markdown.write_text(page(results, started_on, scale.runs))
+        write_page(arguments.markdown, page(results, started_on, scale.runs), results)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(to_json(results, started_on, scale.runs), indent=1) + "\n")
     return 1 if missed else 0
@@ -95,6 +100,15 @@ def line(case: Case) -> str:
         marks = "".join(f" [{target}]{'' if target.is_met(case.medians) else '!'}" for target in bounds)
         parts.append(f"{figure} {number(value)}{marks}")
     return "  ".join(parts)
+
+
+def write_page(path: Path, text: str, results: Mapping[str, Sequence[Case]]) -> None:
+    """The page and the pictures it shows."""
+    path.write_text(text)
+    for name in PICTURES.keys() & results.keys():
+        picture = path.parent / picture_path(name)
+        picture.parent.mkdir(exist_ok=True)
+        picture.write_text(PICTURES[name](results[name]) + "\n")
 
 
 def to_json(results: dict[str, list[Case]], machine: str, runs: int) -> dict[str, object]:

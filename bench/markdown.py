@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from bench.experiments import EXPERIMENTS, Case
+from bench.experiments import EXPERIMENTS
+from bench.experiments.cases import Case
+from bench.pictures import PICTURES
 
 
 def page(results: Mapping[str, Sequence[Case]], machine: str, runs: int) -> str:
@@ -20,7 +22,14 @@ def page(results: Mapping[str, Sequence[Case]], machine: str, runs: int) -> str:
         lines += [f"## `--only {name}`", "", f"{EXPERIMENTS[name].__doc__}", ""]
         for table in _tables(cases):
             lines += [*_rows(table), ""]
+        if name in PICTURES:
+            lines += [f"![{name}]({picture_path(name)})", ""]
     return "\n".join(lines)
+
+
+def picture_path(name: str) -> str:
+    """Where the picture of an experiment stands, from the page."""
+    return f"pictures/{name}.svg"
 
 
 def number(value: float) -> str:

@@ -16,7 +16,6 @@ from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
 from scheduler_svc.replies import RowReply, Snapshot, read_rows, read_snapshot
 
-PROMPT_BLOCKS = 1
 NUM_WARM_ROUNDS = 20
 
 
@@ -40,6 +39,7 @@ class RoundTrip:
     num_new_blocks: int  # rows that started or began their next block
     num_done: int
     allocator_calls: int
+    prefill_tokens: int
 
     @property
     def overhead_ms(self) -> float:
@@ -63,11 +63,12 @@ class BenchRow:
     number: int
     info: pb.GetWorkerInfoResponse
     random: Random
+    prompt_blocks: int
     num_blocks: int  # of each request's output
     attempt: int = 0
     is_running: bool = False
     begins_block: bool = True
-    prefix: bytes = b""
+    prefix: bytearray = field(default_factory=bytearray)
     block: Snapshot = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,8 +86,8 @@ class BenchRow:
         return pb.StartRow(
             request_id=self.name,
             attempt=self.attempt,
-            prompt_length=PROMPT_BLOCKS * size,
-            prefix_ids=self.prefix,
+            prompt_length=self.prompt_blocks * size,
+            prefix_ids=bytes(self.prefix),
             block_index=self.block.block_index,
             block_ids=self.block.ids,
             block_mask=self.block.mask,
@@ -104,16 +105,16 @@ class BenchRow:
             index = reply.done.block_index
             self.prefix += pack_ids(reply.done.ids)
             self._set_block(index + 1)
-            if index + 1 == PROMPT_BLOCKS + self.num_blocks:
+            if index + 1 == self.prompt_blocks + self.num_blocks:
                 self._set_request()
         elif reply.snapshot is not None:
             self.block = read_snapshot(rows, reply.snapshot, self.info.block_size)
 
     def _set_request(self) -> None:
         ids = range(self.info.vocab_size // 4, self.info.vocab_size - self.info.vocab_size // 4)
-        self.prefix = pack_ids(self.random.choices(ids, k=PROMPT_BLOCKS * self.info.block_size))
+        self.prefix = bytearray(pack_ids(self.random.choices(ids, k=self.prompt_blocks * self.info.block_size)))
         self.is_running = False
-        self._set_block(PROMPT_BLOCKS)
+        self._set_block(self.prompt_blocks)
 
     def _set_block(self, index: int) -> None:
         size = self.info.block_size
@@ -121,18 +122,26 @@ class BenchRow:
 
 
 async def measure_rounds(
-    target: str, num_rows: int, num_rounds: int, *, num_blocks: int, restarts: bool = False
+    target: str,
+    num_rows: int,
+    num_rounds: int,
+    *,
+    num_blocks: int,
+    prompt_blocks: int = 1,
+    restarts: bool = False,
+    seed: int = 1,
 ) -> list[RoundTrip]:
     """`num_rounds` FDFO rounds of one forward, one in flight, over requests of `num_blocks` blocks, one after another.
 
+    The prompts are random, and the same for the same seed.
     restarts: every row is started again in every round, from its snapshot, which frees its slot and pages first.
     """
     async with grpc.aio.insecure_channel(target) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         info: pb.GetWorkerInfoResponse = await stub.GetWorkerInfo(pb.GetWorkerInfoRequest())
         scheduler_id = f"bench-{time.monotonic_ns()}"
-        random = Random(1)
-        rows = [BenchRow(number, info, random, num_blocks) for number in range(num_rows)]
+        random = Random(seed)
+        rows = [BenchRow(number, info, random, prompt_blocks, num_blocks) for number in range(num_rows)]
         trips: list[RoundTrip] = []
         for round_id in range(1, num_rounds + NUM_WARM_ROUNDS + 1):
             built_at = time.perf_counter()
@@ -176,6 +185,7 @@ async def measure_rounds(
                     num_new_blocks=num_new_blocks,
                     num_done=sum(row_reply.done is not None for row_reply in replies),
                     allocator_calls=reply.work.allocator_calls,
+                    prefill_tokens=reply.work.prefill_tokens,
                 )
             )
         # A higher generation frees the rows.

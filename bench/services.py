@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +38,7 @@ class Services:
         """`log` gets what the services say on stderr."""
         self._log = log.open("ab")
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._pids: dict[str, int] = {}  # by target
         self._workers: dict[tuple[Path, int, tuple[str, ...]], list[str]] = {}
         self._stack = contextlib.ExitStack()
         self._stack.callback(self._log.close)
@@ -47,7 +50,7 @@ class Services:
         words = ("worker_svc", "--model-path", str(model), "--port", "0", "--exit-with-parent")
         command = (*words, "--max-running-requests", str(num_rows), *flags)
         started = self._start([command] * (count - len(targets)))
-        targets += [_ready_target(process) for process in started]
+        targets += [self._ready_target(process) for process in started]
         return targets[:count]
 
     @contextlib.contextmanager
@@ -56,7 +59,7 @@ class Services:
         words = ("scheduler_svc", "--model-path", str(model), "--port", "0", "--exit-with-parent")
         started = self._start([(*words, "--workers", ",".join(workers), *flags) for workers, flags in each])
         try:
-            targets = [_ready_target(process) for process in started]
+            targets = [self._ready_target(process) for process in started]
             asyncio.run(_wait_for_workers(targets))
             yield targets
         finally:
@@ -65,6 +68,21 @@ class Services:
     def delayed(self, target: str, delay_ms: float) -> str:
         """The same service behind a network with a one-way delay; itself for 0."""
         return self._stack.enter_context(start_delay(target, delay_ms)) if delay_ms else target
+
+    def cpu_ms(self, target: str) -> float:
+        """CPU time of the process behind a target so far, all its threads together. Linux only."""
+        fields = Path(f"/proc/{self._pids[target]}/stat").read_text().rpartition(")")[2].split()
+        utime, stime = fields[11:13]
+        return (int(utime) + int(stime)) * 1000 / os.sysconf("SC_CLK_TCK")
+
+    def simulated(self, **costs: float) -> Path:
+        """The folder of a simulated device with these costs instead of the shipped ones."""
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fdfo-bench-")), SIMULATED.name)
+        shutil.copytree(SIMULATED, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["simulation"] |= costs
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
 
     def __enter__(self) -> Self:
         return self
@@ -104,15 +122,15 @@ class Services:
         self._processes += started
         return started
 
-
-def _ready_target(process: subprocess.Popen[bytes]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"a service ended with status {process.wait()} before it was ready; see the log")
-    target = json.loads(line)["target"]
-    assert isinstance(target, str)
-    return target
+    def _ready_target(self, process: subprocess.Popen[bytes]) -> str:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a service ended with status {process.wait()} before it was ready; see the log")
+        target = json.loads(line)["target"]
+        assert isinstance(target, str)
+        self._pids[target] = process.pid
+        return target
 
 
 async def _wait_for_workers(targets: Sequence[str]) -> None:

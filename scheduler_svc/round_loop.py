@@ -67,6 +67,7 @@ class RoundLoop:
     _acked_round_id: int = 0
     _preempting_round_id: int = 0  # the last one that releases a preempted row
     _heard_at: float = 0.0
+    _telling: set[asyncio.Task[None]] = field(default_factory=set)  # releases on their way beside the rounds
     _asks: bool = False  # a start is due that does not fit, so that the worker shares evenly
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -86,11 +87,23 @@ class RoundLoop:
         self._wake.set()
 
     def release(self, request: Request) -> None:
-        """Free the request's row with the next round, which ends the running one at its next boundary."""
+        """Free the request's row with the next round, which ends the running one at its next boundary; a lockstep round
+        goes on without the row."""
         if self.running.get(request.name) is request:  # not a later one of the same name
             del self.running[request.name]
             self._releases.append((request.name, request.attempt))
             self.wake()
+            if self._in_flight and not self.settings.dllm_fdfo:
+                telling = asyncio.create_task(self._tell([(request.name, request.attempt)]))
+                self._telling.add(telling)
+                telling.add_done_callback(self._telling.discard)
+
+    async def _tell(self, rows: list[tuple[RowName, int]]) -> None:
+        """Release rows at the next boundary, beside the rounds; the next round does so again."""
+        try:
+            await self.link.release(self.generation, row_names(rows))
+        except WorkerLost as lost:
+            log.warning("release_not_told", target=self.link.target, reason=str(lost))
 
     async def _connect(self) -> None:
         while True:

@@ -47,6 +47,7 @@ class Link(Protocol):
 
     async def get_info(self) -> pb.GetWorkerInfoResponse: ...
     async def run_round(self, request: pb.RunRoundRequest, timeout_s: float) -> pb.RunRoundResponse: ...
+    async def release(self, generation: int, rows: pb.RowNames) -> None: ...
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse: ...
 
 
@@ -80,6 +81,11 @@ class WorkerLink:
         """The round's reply. After a lost reply the same round is repeated for 3 s; raises WorkerLost after that,
         at once when the worker refuses, and at once when it hangs (the deadline)."""
         return await self._repeat(lambda: self._connection.stub.RunRound(request, timeout=timeout_s))
+
+    async def release(self, generation: int, rows: pb.RowNames) -> None:
+        """Free rows at the next boundary, beside the rounds."""
+        request = pb.ReleaseRequestsRequest(scheduler_id=self.scheduler_id, generation=generation, rows=rows)
+        await self._repeat(lambda: self._stub.ReleaseRequests(request, timeout=INFO_TIMEOUT_S))
 
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(scheduler_id=self.scheduler_id, generation=generation)

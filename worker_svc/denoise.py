@@ -30,6 +30,7 @@ from worker_svc.rows import Phase, Row, RowName, SlotColumns, Start
 from worker_svc.starts import BadStart, StartRules
 from worker_svc.step import RowFlags, step
 
+ROW_ERRORS = frozenset((pb.ROW_STATUS_NO_KV_SPACE, pb.ROW_STATUS_SLOT_MISSING, pb.ROW_STATUS_BAD_STATE))
 REFUSAL_MEMORY_S = 1.0  # after a start found no space, schedulers share evenly for so long
 
 
@@ -75,7 +76,7 @@ class DenoiseLoop:
         self._planner = self.planner_type(config, self.pool, self.slots, self.columns)
         self._last_refusal_at = float("-inf")
         self._forward_ended_at = 0.0
-        self._unsent: list[tuple[Session, Round, RowCopies, pb.RunRoundResponse]] = []
+        self._unsent: list[tuple[Session, RowCopies, PageUsage]] = []
         self.state = self._state()
 
     # What schedulers ask ----------------------------------------------------------------------------------------
@@ -185,6 +186,8 @@ class DenoiseLoop:
         live = [entry.row for entry in this.rows if entry.row is not None and not entry.ends]
         if not live or any(row.phase is not Phase.DENOISE for row in live) or not self._is_over(session, this):
             return False
+        if any(row.entry is not None and row.entry.committed_block is not None for row in self._planner.complete_rows):
+            return False  # the next commit would take the place of one that is not told yet
         return {row.name for row in live} <= set(following.request.continues)
 
     def _change_rounds(self, session: Session, commits: Sequence[Row]) -> None:
@@ -222,15 +225,8 @@ class DenoiseLoop:
         self.release(session, round_.request.releases)
         round_.rows = [self._start(session, start) for start in round_.request.starts]
         self._write_starts(round_)
-        rolling: dict[str, list[Row]] = {}  # by algorithm
-        round_.rows += [self._continue(session, name, rolling) for name in round_.request.continues]
-        for algorithm, rows in rolling.items():
-            self._roll_over(algorithm, rows)
-        for entry in round_.rows:
-            if entry.row is not None:
-                entry.row.entry = entry
-        errors = (pb.ROW_STATUS_NO_KV_SPACE, pb.ROW_STATUS_SLOT_MISSING, pb.ROW_STATUS_BAD_STATE)
-        round_.eventful = any(entry.status in errors or entry.ends for entry in round_.rows)
+        self._continue_rows(session, round_)
+        round_.eventful = any(entry.status in ROW_ERRORS or entry.ends for entry in round_.rows)
         round_.work.allocator_calls += self.pool.num_calls - calls_before
         self._planner.changed()
 
@@ -251,7 +247,8 @@ class DenoiseLoop:
         cached_tokens = self.slots.num_final(slot)
         cached_blocks = cached_tokens // self.config.block_size
         row = session.rows[start.name.key] = Row.resident(start, session, slot, cached_blocks)
-        return RoundRow(row, cached_tokens=cached_tokens)
+        row.entry = RoundRow(row, cached_tokens=cached_tokens)
+        return row.entry
 
     def _write_starts(self, round_: Round) -> None:
         """The blocks of the rows that started go to their slots."""
@@ -265,25 +262,37 @@ class DenoiseLoop:
             for row, start in started:
                 self._planner.started(row, start)
 
-    def _continue(self, session: Session, name: RowName, rolling: dict[str, list[Row]]) -> RoundRow:
+    def _continue_rows(self, session: Session, round_: Round) -> None:
         """Go on in place. A done row rolls over to its next block, unless that finds no page: then it stays done."""
+        rolling: dict[str, list[Row]] = {}  # by algorithm
+        for name in round_.request.continues:
+            row = session.rows.get(name.key)
+            if row is None or row.name.attempt != name.attempt:
+                round_.rows.append(self._missing(session, name))
+                continue
+            row.entry = entry = RoundRow(row)
+            round_.rows.append(entry)
+            if row.is_withheld:
+                row.is_withheld, entry.forwards = False, 0
+                self._end(entry, row)
+            elif row.phase is Phase.DONE:
+                if self.slots.grow(row.slot, (row.block_index + 2) * self.config.block_size):
+                    row.block_index += 1
+                    row.phase = Phase.DENOISE
+                    rolling.setdefault(row.algorithm, []).append(row)
+                else:
+                    self._last_refusal_at = self.clock()
+                    entry.status, entry.forwards = pb.ROW_STATUS_NO_KV_SPACE, 0
+        for algorithm, rows in rolling.items():
+            self._roll_over(algorithm, rows)
+
+    @staticmethod
+    def _missing(session: Session, name: RowName) -> RoundRow:
+        """A row that is not here: it ended before, or nobody knows it."""
         ended = session.ended.get(name.key)
         if ended is not None and ended.attempt == name.attempt:
             return RoundRow(None, pb.ROW_STATUS_ENDED, end_reason=ended.reason, end_position=ended.position)
-        row = session.rows.get(name.key)
-        if row is None or row.name.attempt != name.attempt:
-            return RoundRow(None, pb.ROW_STATUS_SLOT_MISSING, "this worker does not hold the row")
-        if row.is_withheld:
-            row.is_withheld = False
-            return self._ended(RoundRow(row, forwards=0), row)
-        if row.phase is Phase.DONE:
-            if not self.slots.grow(row.slot, (row.block_index + 2) * self.config.block_size):
-                self._last_refusal_at = self.clock()
-                return RoundRow(row, pb.ROW_STATUS_NO_KV_SPACE, forwards=0)
-            row.block_index += 1
-            row.phase = Phase.DENOISE
-            rolling.setdefault(row.algorithm, []).append(row)
-        return RoundRow(row)
+        return RoundRow(None, pb.ROW_STATUS_SLOT_MISSING, "this worker does not hold the row")
 
     def _roll_over(self, algorithm: str, rows: list[Row]) -> None:
         """The next blocks of done rows begin; of the blocks that they leave nothing will be written again."""
@@ -344,7 +353,7 @@ class DenoiseLoop:
             row.is_withheld = entry.committed_block is not None  # a row has one done block in a reply
             row.first_stop = flags.first_stop
             if flags.ends and not row.is_withheld:
-                self._ended(entry, row)
+                self._end(entry, row)
             self.totals.blocks_done += 1
         elif flags.bad_numerics:
             entry.error = "logits are not finite"
@@ -353,14 +362,13 @@ class DenoiseLoop:
             entry.error = "the block is over its bound of forwards"
             self._free(row, pb.ROW_STATUS_BAD_STATE)
 
-    def _ended(self, entry: RoundRow, row: Row) -> RoundRow:
+    def _end(self, entry: RoundRow, row: Row) -> None:
         """The row's done block ends its request: at the first stop token, or with the last allowed token."""
         stop_position = row.block_index * self.config.block_size + row.first_stop
         is_stop = row.first_stop < self.config.block_size and stop_position < row.limit_position
         entry.ends = True
         entry.end_reason = pb.END_REASON_STOP_TOKEN if is_stop else pb.END_REASON_LIMIT
         entry.end_position = stop_position if is_stop else row.limit_position - 1
-        return entry
 
     # Replies and freeing ----------------------------------------------------------------------------------------
 
@@ -379,29 +387,28 @@ class DenoiseLoop:
                     self._free(row, pb.ROW_STATUS_ENDED)
         round_.work.allocator_calls += self.pool.num_calls - calls_before
         session.active = None
-        self._unsent.append((session, round_, copies, self._reply_without_rows(session, round_)))
-        self._planner.changed()
-
-    def _reply_without_rows(self, session: Session, round_: Round) -> pb.RunRoundResponse:
+        self._unsent.append((session, copies, self.pool.usage()))
         self.totals.rounds += 1
-        return pb.RunRoundResponse(
-            worker_epoch=self.epoch,
-            round_id=round_.request.round_id,
-            pages=page_usage_message(self.pool.usage()),
-            allowance=self.allowance(session),
-            work=round_.work,
-            draining=self.draining,
-        )
+        self._planner.changed()
 
     def _publish(self) -> None:
         """Build and deliver the replies of the rounds that are over; on an asynchronous device, while it computes."""
         self.state = self._state()
-        for session, round_, copies, reply in self._unsent:
-            reply.rows.CopyFrom(copies.build())
+        unsent, self._unsent = self._unsent, []
+        for session, copies, pages in unsent:
+            round_ = copies.round_
+            reply = pb.RunRoundResponse(
+                worker_epoch=self.epoch,
+                round_id=round_.request.round_id,
+                pages=page_usage_message(pages),
+                allowance=self.allowance(session),
+                work=round_.work,
+                draining=self.draining,
+                rows=copies.build(),
+            )
             if round_.first_forward_at is not None:
                 reply.work.reply_ms = (self.clock() - self._forward_ended_at) * 1000
             session.finish(round_, reply)
-        self._unsent.clear()
 
     def _free(self, row: Row, status: pb.RowStatus) -> None:
         """The one place where a row leaves the worker."""

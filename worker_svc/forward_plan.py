@@ -47,7 +47,7 @@ class ForwardPlanner:
         self._active: list[bool] = []  # of the batch's rows
         self._step_rows: StepRows | None = None
         self._steps_are_stale = True
-        self._complete: list[Row] = []  # whose block has no mask left and no commit planned
+        self.complete_rows: list[Row] = []  # whose block has no mask left and no commit planned
         self._tally: list[tuple[Session, int, int]] = []
 
     def changed(self) -> None:
@@ -56,7 +56,7 @@ class ForwardPlanner:
 
     def complete(self, row: Row) -> None:
         """The row's last mask was filled, and the block does not end its request."""
-        self._complete.append(row)
+        self.complete_rows.append(row)
 
     def started(self, row: Row, start: Start) -> None:
         """A block that starts without a masked position has its commit next, unless it ends its request."""
@@ -100,14 +100,14 @@ class ForwardPlanner:
     def _plan_commits(self) -> list[Row]:
         """Rows that begin their next block in the next forward, which also makes the KV of their complete one final."""
         commits: list[Row] = []
-        size, waiting = self.config.block_size, self._complete if self.config.fused_commit else []
-        self._complete = []
+        size, waiting = self.config.block_size, self.complete_rows if self.config.fused_commit else []
+        self.complete_rows = []
         for row in waiting:
             session, entry = row.session, row.entry
             if session.rows.get(row.name.key) is not row or row.phase is Phase.DONE:
                 continue
             if entry is None or row.phase is Phase.PREFILL:  # parked, or its prefix is not complete
-                self._complete.append(row)
+                self.complete_rows.append(row)
                 continue
             round_ = session.active
             assert round_ is not None

@@ -23,7 +23,7 @@ from worker_svc.rows import Phase, Row, SlotColumns
 
 
 class RowCopy(NamedTuple):
-    """A line of the round and what its row, if it has one, was at the round's end."""
+    """A line of the round that has a row, and what that was at the round's end."""
 
     entry: RoundRow
     row: Row
@@ -37,7 +37,7 @@ class RowCopies:
     """The rows of a round as they were at its end. A row has a done block, an open one (not done), both or none."""
 
     round_: Round
-    rows: list[RowCopy | None]  # None = a line without a row
+    rows: list[tuple[RoundRow, Row, Phase, int, int]]  # a RowCopy each; it costs less as a tuple
     untold: frozenset[Row]  # rows of whose open block nothing is said
     table: Tensor  # int64 [slots, 3B + 1]: ids, ids of the block before, mask bits, step count
     states: dict[str, dict[str, Tensor]]  # by algorithm, each [slots, ...]; only of algorithms with a state
@@ -46,7 +46,9 @@ class RowCopies:
     def build(self) -> pb.RowReplies:
         """The columns of the reply."""
         entries, size = self.round_.rows, self.table.shape[1] // 3
-        with_row = [row for row in self.rows if row is not None]
+        with_row = list(map(RowCopy._make, self.rows))
+        of_line = {id(row.entry): row for row in with_row}
+        rows = [of_line.get(id(entry)) for entry in entries]
         done = [row for row in with_row if row.entry.committed_block is not None or row.phase is Phase.DONE]
         open_ = [
             row
@@ -61,7 +63,7 @@ class RowCopies:
         ids, before, masked = host[:, :size], host[:, size : 2 * size], host[:, 2 * size : 3 * size]
         done_ids = np.where(was_committed[:, None], before[done_slots], ids[done_slots])
         return pb.RowReplies(
-            statuses=[self._status(entry, row) for entry, row in zip(entries, self.rows, strict=True)],
+            statuses=[self._status(entry, row) for entry, row in zip(entries, rows, strict=True)],
             accept_lengths=[size if id(entry) in is_done else 0 for entry in entries],
             done_block_indexes=[
                 row.block_index if row.entry.committed_block is None else row.entry.committed_block for row in done
@@ -73,8 +75,8 @@ class RowCopies:
             block_masks=np.packbits(masked[open_slots].astype(bool), axis=1, bitorder="little").tobytes(),
             step_counts=host[open_slots, -1].tolist(),
             algo_states=[self._state(row.row) for row in open_],
-            forwards=[self._forwards(entry, row) for entry, row in zip(entries, self.rows, strict=True)],
-            prefilled_tokens=[0 if row is None else row.prefilled_blocks * size for row in self.rows],
+            forwards=[self._forwards(entry, row) for entry, row in zip(entries, rows, strict=True)],
+            prefilled_tokens=[0 if row is None else row.prefilled_blocks * size for row in rows],
             cached_tokens=[entry.cached_tokens for entry in entries],
             end_reasons=[entry.end_reason for entry in entries],
             end_positions=[entry.end_position for entry in entries],
@@ -106,10 +108,11 @@ class RowCopies:
 def copy_rows(round_: Round, columns: SlotColumns, untold: Iterable[Row] = ()) -> RowCopies:
     """The rows as they are now; nothing of the blocks of `untold`, which began after the round's end."""
     rows = [
-        None if (row := entry.row) is None else RowCopy(entry, row, row.phase, row.block_index, row.prefilled_blocks)
+        (entry, row, row.phase, row.block_index, row.prefilled_blocks)
         for entry in round_.rows
+        if (row := entry.row) is not None
     ]
-    own = [copy.row for copy in rows if copy is not None]
+    own = [row for _, row, _, _, _ in rows]
     return RowCopies(
         round_=round_,
         rows=rows,

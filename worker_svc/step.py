@@ -88,7 +88,7 @@ def step(batch: StepRows, logits: Tensor, columns: SlotColumns, mask_token_id: i
     A block that ends its request needs no KV: an algorithm that never edits is done with it as soon as the request's
     output is decided. Rows that are not active or whose logits are not finite keep their block as it is.
     """
-    finite = logits.isfinite().flatten(1).all(dim=1)
+    finite = _finite_rows(logits)
     keep = batch.active & finite
     done, ends = torch.zeros_like(keep), torch.zeros_like(keep)
     first_stop = torch.zeros_like(batch.slots)
@@ -125,3 +125,9 @@ def step(batch: StepRows, logits: Tensor, columns: SlotColumns, mask_token_id: i
     flags = (done & keep, ends & keep, batch.active & ~finite, over_bound, filled)
     rows = enumerate(map(RowFlags._make, torch.stack([*flags, first_stop], dim=1).tolist()))
     return [(place, row) for place, row in rows if row.done or row.bad_numerics or row.over_bound or row.filled]
+
+
+def _finite_rows(logits: Tensor) -> Tensor:
+    """bool [R]: whether all logits of a row are finite, without a copy of them; `isfinite` of all would make one."""
+    flat = logits.flatten(1)
+    return flat.amax(dim=1).isfinite() & flat.amin(dim=1).isfinite()

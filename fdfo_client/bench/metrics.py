@@ -205,14 +205,15 @@ def summarize(
         send_lag_ms=spread(
             (record.sent_at_s - record.due_at_s) * 1000 for record in records if record.due_at_s is not None
         ),
-        server=_server_figures(before, after, wall_s, num_workers),
+        server=server_figures(before, after, wall_s, num_workers),
         errors=dict(Counter(record.error for record in failed if record.error is not None).most_common()),
     )
 
 
-def _server_figures(
+def server_figures(
     before: ServerCounters, after: ServerCounters | None, wall_s: float, num_workers: int
 ) -> ServerFigures | None:
+    """What the counters grew by in `wall_s` seconds; None without those after it, or where one fell."""
     if after is None:
         return None
     grown = ServerCounters(

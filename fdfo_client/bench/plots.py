@@ -1,4 +1,4 @@
-"""The plots of a report as SVG, to stand in a page."""
+"""The plots of a report as SVG."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def plots(report: Report) -> list[Plot]:
             lambda axes: _histogram(axes, forwards),
         ),
     ]
-    return [Plot(caption, definition, _svg(caption, draw)) for caption, definition, draw in drawings]
+    return [Plot(caption, definition, _element(svg(caption, draw))) for caption, definition, draw in drawings]
 
 
-def _svg(caption: str, draw: Callable[[Axes], None]) -> str:
-    """The <svg> element alone, without links, metadata, and ids that other plots of the page have too."""
+def svg(caption: str, draw: Callable[[Axes], None], *, transparent: bool = True) -> str:
+    """The <svg> element of a file of its own, without metadata; the same drawing gives the same text."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -72,13 +72,17 @@ def _svg(caption: str, draw: Callable[[Axes], None]) -> str:
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes)
         out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = out.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg)  # HTML knows both
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{caption}"', 1)
+        figure.savefig(out, format="svg", transparent=transparent, metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)
+    return text.replace("<svg", f'<svg role="img" aria-label="{caption}"', 1)
+
+
+def _element(text: str) -> str:
+    """An <svg> element to stand in a page, without links."""
+    return re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", text)  # HTML knows both
 
 
 def _cdf(axes: Axes, values: Sequence[float], label: str) -> None:

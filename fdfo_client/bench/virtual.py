@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from common import __version__
 from common.errors import Refused, ServiceError
@@ -34,14 +34,18 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.workers import WorkerLost
 from worker_svc.__main__ import SettingsError, loop_config
 from worker_svc.denoise import DenoiseLoop, page_usage_message
+from worker_svc.loop_config import LoopConfig
+from worker_svc.model_runner import ModelRunner
 from worker_svc.models.base import CheckpointError
 from worker_svc.server import algorithm_infos
 from worker_svc.settings import WorkerSettings
 from worker_svc.simulated import ARCHITECTURE, SimulatedRunner, TimeLine
-from worker_svc.wire import decode_round
+from worker_svc.wire import decode_names, decode_round
 
 TARGET = "virtual"
 CONNECT_S = 1.0  # before a load starts
+
+MakeLoop: TypeAlias = Callable[[ModelRunner, LoopConfig, Callable[[], float]], DenoiseLoop]
 
 
 class LoopLink:
@@ -100,6 +104,14 @@ class LoopLink:
             raise WorkerLost(str(outcome))
         return pb.RunRoundResponse.FromString(outcome.SerializeToString())
 
+    async def release(self, generation: int, rows: pb.RowNames) -> None:
+        await asyncio.sleep(self._delay_s)
+        try:
+            self.loop.release(self.loop.leases.touch(self.scheduler_id, generation), decode_names(rows, "rows"))
+        except Refused as refused:
+            raise WorkerLost(str(refused)) from None
+        await asyncio.sleep(self._delay_s)
+
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
         await asyncio.sleep(self._delay_s)
         try:
@@ -148,7 +160,7 @@ async def virtual_world(
     *,
     num_workers: int = 1,
     network_delay_ms: float = 0.0,
-    make_loop: type[DenoiseLoop] = DenoiseLoop,
+    make_loop: MakeLoop = DenoiseLoop,
 ) -> AsyncIterator[World]:
     """A scheduler that is connected to its workers. Of the settings, addresses and the device do nothing.
 
@@ -236,7 +248,7 @@ def replay_virtually(
     concurrency: int | None = None,
     num_workers: int = 1,
     network_delay_ms: float = 0.0,
-    make_loop: type[DenoiseLoop] = DenoiseLoop,
+    make_loop: MakeLoop = DenoiseLoop,
 ) -> Measurement:
     """Measure a load in a `virtual_world`: a closed loop with `concurrency`, else each item at its time. `make_loop`:
     another kind of loop for the workers."""

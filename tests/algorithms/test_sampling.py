@@ -146,8 +146,8 @@ def test_a_row_depends_on_nothing_of_its_batch(monkeypatch: pytest.MonkeyPatch) 
     rows = [row(seed=1), *(row(**kwargs) for kwargs in SAMPLED), row(seed=2, top_k=1, top_p=0.1, min_p=0.9)]
     logits = random_logits(7, len(rows), 4, 50, 2.0)
     alone = [find([one], logits[[place]]) for place, one in enumerate(rows)]
-    for max_sorted_logits in (1, 2 * 4 * 50, 1 << 26):
-        monkeypatch.setattr(sampling, "MAX_SORTED_LOGITS", max_sorted_logits)
+    for max_logits in (1, 2 * 4 * 50, 1 << 26):
+        monkeypatch.setattr(sampling, "MAX_LOGITS_AT_ONCE", max_logits)
         tokens, confidences = find(rows, logits)
         assert tokens.equal(torch.cat([one[0] for one in alone]))
         assert confidences.equal(torch.cat([one[1] for one in alone]))

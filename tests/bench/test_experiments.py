@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from bench.__main__ import line, main, to_json
-from bench.experiments import QUICK, Case, Target, derived, interleaved, ratios
+from bench.experiments.cases import QUICK, Case, Target, derived, interleaved, ratios
 from bench.markdown import page
 
 

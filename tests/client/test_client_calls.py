@@ -283,6 +283,7 @@ def test_leaving_a_stream_cancels_the_call() -> None:
     with client_of(fake) as client:
         for event in client.stream("x", request_id="mine"):
             if isinstance(event, Committed):
+                fake.held.get(timeout=10)
                 break
         gc.collect()
         assert fake.cancelled.get(timeout=10) == "mine"
@@ -297,6 +298,7 @@ def test_leaving_an_async_stream_cancels_the_call() -> None:
             async with contextlib.aclosing(client.stream("x", request_id="mine")) as events:
                 async for event in events:
                     if isinstance(event, Committed):
+                        await asyncio.to_thread(fake.held.get, timeout=10)
                         break
             assert await asyncio.to_thread(fake.cancelled.get, timeout=10) == "mine"
 

@@ -31,6 +31,7 @@ from tests.e2e.served import (
     epoch,
     problems,
     run_alone,
+    run_in_threads,
     run_together,
     serving,
     wait_until_idle,
@@ -87,11 +88,13 @@ def long_requests(count: int) -> list[Options]:
 
 
 def test_company_changes_nothing(served: Served) -> None:
-    """64 mixed requests at once get the answers that they get one at a time; then no page is held and none is lost."""
+    """64 mixed requests at once, and half of them from as many client threads, get the answers that they get one at a
+    time; then no page is held and none is lost."""
     requests = mixed_requests(64)
     together = run_together(served.target, requests)
     wait_until_idle(served, 5)
     assert answers(together) == answers(run_alone(served.target, requests))
+    assert answers(run_in_threads(served.target, requests[:32])) == answers(together[:32])
     assert {completion.finish_reason for completion in together} == {"stop", "length"}
     assert any(completion.stop_string is not None for completion in together)
     wait_until_idle(served, 5)

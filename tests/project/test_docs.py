@@ -36,15 +36,37 @@ def test_the_way_of_a_request_is_under_300_lines() -> None:
     assert sum(lines.values()) < MAX_LINES_OF_THE_WAY, lines
 
 
-def test_every_invariant_names_tests_that_exist() -> None:
-    """docs/invariants.md has all 14, each with at least one test that can be collected."""
-    rows = re.findall(r"^\| (\d+) \|(.*)\|(.*)\|$", (ROOT / "docs/invariants.md").read_text(), re.MULTILINE)
-    assert [int(number) for number, *_ in rows] == list(range(1, 15))
-    for number, _, tests in rows:
-        named = re.findall(r"`(tests/\S+\.py)::(\w+)`", tests)
-        assert named, f"invariant {number} names no test"
+def rows_with_tests(text: str) -> list[tuple[str, ...]]:
+    """The rows of all tables in a text, cell by cell; the last cell of each names at least one test, and all exist."""
+    rows = [
+        tuple(cell.strip() for cell in line.strip("|").split("|"))
+        for line in re.findall(r"^\|.*\|\n\|[-|]+\|\n((?:\|.*\n?)*)", text, re.MULTILINE)
+        for line in line.splitlines()
+    ]
+    for row in rows:
+        named = re.findall(r"`(tests/\S+\.py)::(\w+)`", row[-1])
+        assert named and len(named) == row[-1].count("`") // 2, f"names no test, or what is none: {row}"
         for path, name in named:
             assert definition_lines(ROOT / path, name)
+    return rows
+
+
+def test_every_invariant_names_tests_that_exist() -> None:
+    """docs/invariants.md has all 14, each with at least one test that can be collected."""
+    rows = rows_with_tests((ROOT / "docs/invariants.md").read_text())
+    assert [int(number) for number, *_ in rows] == list(range(1, 15))
+
+
+def test_every_reported_fault_names_tests_that_exist() -> None:
+    """docs/reported-cases.md has every fault of each section, each with at least one test that can be collected."""
+    _, *sections = re.split(r"^## ", (ROOT / "docs/reported-cases.md").read_text(), flags=re.MULTILINE)
+    assert {section.splitlines()[0]: len(rows_with_tests(section)) for section in sections} == {
+        "KV and slots": 6,
+        "Scheduling and latency": 10,
+        "Tokens and text": 10,
+        "Same answer, whatever the load": 6,
+        "API": 3,
+    }
 
 
 @pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")))

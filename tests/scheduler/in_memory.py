@@ -56,6 +56,11 @@ class InMemoryLink(LoopLink):
         finally:
             call.cancel()
 
+    async def release(self, generation: int, rows: pb.RowNames) -> None:
+        if self.is_dead:
+            raise WorkerLost("dead")
+        await super().release(generation, rows)
+
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
         if self.is_dead:
             raise WorkerLost("dead")

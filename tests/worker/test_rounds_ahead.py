@@ -92,7 +92,13 @@ def test_replies_tell_the_same_blocks_in_the_same_order(seed: int) -> None:
         rng = random.Random(seed)
         driver = Driver(make_loop(runner=runner, fused_commit=True, num_pages=256))
         rows = [
-            start(f"r{n}", effort(rng.randint(2, 9)), tokens_left=rng.randint(1, 8 * BLOCK), stop_token_ids=[STOP])
+            start(
+                f"r{n}",
+                effort(rng.randint(2, 9)),
+                tokens_left=rng.randint(1, 8 * BLOCK),
+                stop_token_ids=[STOP],
+                algorithm_params={"threshold": rng.choice([0.0, 0.95])},  # 0 fills a block in its first step
+            )
             for n in range(4)
         ]
         told: dict[str, list[object]] = {row.request_id: [] for row in rows}

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from worker_svc.algorithms.base import SamplingColumns, StepBatch
 
-# Filtering takes about 50 bytes a logit, so sampled rows are filtered in groups of at most so many logits.
-MAX_SORTED_LOGITS = 1 << 26
+# Filtering takes about 50 bytes a logit and a sum 8, so both go through groups of rows with at most so many logits.
+MAX_LOGITS_AT_ONCE = 1 << 26
 
 
 def candidates(batch: StepBatch, logits: Tensor, penalty: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -41,8 +41,7 @@ def candidates(batch: StepBatch, logits: Tensor, penalty: Tensor | None = None) 
         return best, _probability_of_best(logits.exp_())
 
     uniforms = draw_uniforms(batch.sampling, batch.block_index, batch.step_index, batch.ids.shape[1])
-    num_rows, block_size, vocab_size = logits.shape
-    rows_at_once = max(1, MAX_SORTED_LOGITS // (block_size * vocab_size))
+    num_rows, rows_at_once = len(logits), _rows_at_once(logits)
     drawn, drawn_probability, best_probability = [], [], []
     for first in range(0, num_rows, rows_at_once):
         rows = slice(first, first + rows_at_once)
@@ -60,9 +59,17 @@ def candidates(batch: StepBatch, logits: Tensor, penalty: Tensor | None = None) 
 def _probability_of_best(weights: Tensor) -> Tensor:
     """float32 [R, B] from exp(logit - largest logit): the best token's weight is 1.
 
-    The sum is float64 so that its order, which changes with the batch, does not show in the result.
+    The sum is float64 so that its order, which changes with the batch, does not show in the result. It makes a float64
+    copy of what is summed.
     """
-    return weights.sum(dim=-1, dtype=torch.float64).reciprocal().to(torch.float32)
+    at_once = _rows_at_once(weights)
+    parts = [weights[first : first + at_once] for first in range(0, len(weights), at_once)]
+    sums = torch.cat([part.sum(dim=-1, dtype=torch.float64) for part in parts])
+    return sums.reciprocal().to(torch.float32)
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    return max(1, MAX_LOGITS_AT_ONCE // logits[0].numel())
 
 
 def _draw(logits: Tensor, sampling: SamplingColumns, rows: slice, uniforms: Tensor) -> tuple[Tensor, Tensor]:
