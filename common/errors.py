@@ -7,6 +7,8 @@
 | AlreadyLive  | ALREADY_EXISTS                     | none                               |
 | QueueFull    | RESOURCE_EXHAUSTED                 | google.rpc.RetryInfo               |
 | Unavailable  | UNAVAILABLE                        | none                               |
+| DeadlineOver | DEADLINE_EXCEEDED                  | none                               |
+| TakenOver    | ABORTED                            | none                               |
 | Refused      | FAILED_PRECONDITION or UNAVAILABLE | google.rpc.ErrorInfo, domain below |
 """
 
@@ -92,6 +94,18 @@ class Unavailable(ServiceError):
     """The service takes no requests now."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineOver(ServiceError):
+    """The client's deadline is here."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class TakenOver(ServiceError):
+    """Another call goes on with this request."""
+
+    code = grpc.StatusCode.ABORTED
 
 
 class Refused(ServiceError):

@@ -274,7 +274,6 @@ def test_a_top_k_of_all_tokens_is_off(top_k: int) -> None:
 
 ASKING: dict[str, api.GenerateRequest] = {
     "provisional_every_forwards": api.GenerateRequest(provisional_every_forwards=0),
-    "resume": api.GenerateRequest(resume=api.Resume()),
     "json_schema": api.GenerateRequest(json_schema="{}"),
     "regex": api.GenerateRequest(regex="a+"),
     "grammar": api.GenerateRequest(grammar="root ::= x"),
@@ -316,7 +315,7 @@ def test_every_field_of_the_proto_is_served_or_refused() -> None:
     """A field added to the proto must be parsed or put into the table; it is never ignored."""
     served = {"request_id", "text", "prompt_ids", "messages", "sampling", "max_new_tokens", "stop", "stop_token_ids"}
     served |= {"ignore_eos", "algorithm", "algorithm_params", "parse_special_tokens", "logprobs", "first_unmask_steps"}
-    served |= {"n", "priority"}
+    served |= {"n", "priority", "resumes"}
     assert served | set(UNSUPPORTED) == {field.name for field in api.GenerateRequest.DESCRIPTOR.fields}
     assert not served & set(UNSUPPORTED)
 
