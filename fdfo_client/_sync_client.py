@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._options import GenerateOptions
+from fdfo_client._retry import DEFAULT_RETRY, RetryPolicy
 from fdfo_client._types import Completion, Event, ServerInfo
 
 T = TypeVar("T")
@@ -23,8 +24,8 @@ class Client:
     Close it, or use it as a context manager; one that is forgotten is closed with the process.
     """
 
-    def __init__(self, target: str | Sequence[str] = "127.0.0.1:50051") -> None:
-        self._client = AsyncClient(target)
+    def __init__(self, target: str | Sequence[str] = "127.0.0.1:50051", *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
+        self._client = AsyncClient(target, retry=retry)
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="fdfo-client", daemon=True)
         thread.start()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._errors import FdfoError, UnexpectedServer
+from fdfo_client._retry import RetryPolicy
 from fdfo_client._types import ServerCounters, ServerInfo
 from fdfo_client.bench.load import Load, Record, Stream
 from fdfo_client.bench.workload import Item
@@ -52,7 +53,8 @@ class Measurement:
 async def connect(targets: Sequence[str]) -> AsyncIterator[World]:
     """The schedulers at these targets. Requests go to each in turn. Raises FdfoError if one does not answer."""
     async with contextlib.AsyncExitStack() as stack:
-        sender = await stack.enter_async_context(AsyncClient(targets))
+        # A load shows what a scheduler refuses, so nothing is tried again.
+        sender = await stack.enter_async_context(AsyncClient(targets, retry=RetryPolicy(max_retries=0)))
         clients = {target: await stack.enter_async_context(AsyncClient(target)) for target in targets}
         servers = {target: await client.server_info() for target, client in clients.items()}
         for target, info in servers.items():
