@@ -217,6 +217,18 @@ class Scheduler:
         for stream in self.live.values():
             self.interrupt(stream, Unavailable("the scheduler is shutting down; go on at another with `resumes`"))
 
+    async def free_rows(self, limit_s: float) -> None:
+        """At the end, when the loops have stopped: let the workers free what they hold of ours, and not wait for the
+        lease to run out. One that does not answer in time is left to do that."""
+        calls = [
+            asyncio.ensure_future(loop.link.heartbeat(loop.generation + 1)) for loop in self.loops if loop.is_ready
+        ]
+        if calls:
+            _, late = await asyncio.wait(calls, timeout=limit_s)
+            for call in late:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
     def _drop(self, stream: Stream) -> None:
         stream.held.clear()
         for sample in stream.samples:

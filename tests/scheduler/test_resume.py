@@ -292,6 +292,27 @@ def test_a_stream_that_is_cut_short_says_how_to_go_on(reason: str, phase: str) -
     assert reader.ids == after(seeded, messages_of(seeded)).ids
 
 
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_scheduler_that_ends_frees_its_rows(is_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker holds nothing for a scheduler that has gone in peace; one that does not answer is not waited for."""
+    bench = new_bench()
+    loop, link = bench.links[0].loop, bench.links[0]
+
+    async def scene() -> None:
+        stream = await bench.scheduler.submit(generate())
+        while not stream.samples[0].committed_ids:
+            await asyncio.sleep(0)
+
+    play(bench, scene)
+    held = loop.pool.usage().held
+    assert held
+    if is_dead:
+        monkeypatch.setattr(link, "heartbeat", lambda generation: asyncio.sleep(3600))
+    asyncio.run(bench.scheduler.free_rows(0.01))
+    loop.tick()
+    assert_whole(loop, held=held if is_dead else 0)
+
+
 def test_a_deadline_that_is_not_reached_costs_nothing() -> None:
     """The timer goes with its stream."""
     bench = Bench(make_loop())

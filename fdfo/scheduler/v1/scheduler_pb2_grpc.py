@@ -65,7 +65,8 @@ class SchedulerServiceServicer(object):
         DEADLINE_EXCEEDED   the client's deadline passed. The scheduler ends the stream a little earlier itself, so
         that the client hears what was done.
         ABORTED             another call resumed this request.
-        Before UNAVAILABLE and DEADLINE_EXCEEDED a scheduler sends one Interrupted for each sample that is not finished.
+        Before UNAVAILABLE, DEADLINE_EXCEEDED and ABORTED a scheduler sends one Interrupted for each sample that is not
+        finished, if it still can.
         Cancelling the call aborts the request.
 
         To resume: keep for each sample the committed_ids of all its messages and the resume value of the last one (of
