@@ -7,6 +7,8 @@
 | AlreadyLive     | ALREADY_EXISTS                     | none                               |
 | QueueFull       | RESOURCE_EXHAUSTED                 | google.rpc.RetryInfo               |
 | Unavailable     | UNAVAILABLE                        | none                               |
+| DeadlineOver    | DEADLINE_EXCEEDED                  | none                               |
+| TakenOver       | ABORTED                            | none                               |
 | Unauthenticated | UNAUTHENTICATED                    | none                               |
 | Refused         | FAILED_PRECONDITION or UNAVAILABLE | google.rpc.ErrorInfo, domain below |
 """
@@ -100,6 +102,18 @@ class Unauthenticated(ServiceError):
     """The caller does not say who it is, or is nobody we know."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class DeadlineOver(ServiceError):
+    """The client's deadline is here."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class TakenOver(ServiceError):
+    """Another call goes on with this request."""
+
+    code = grpc.StatusCode.ABORTED
 
 
 class Refused(ServiceError):

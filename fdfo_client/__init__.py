@@ -22,6 +22,7 @@ from fdfo_client._errors import (
     UnexpectedServer,
 )
 from fdfo_client._options import GenerateOptions, Message
+from fdfo_client._retry import RetryPolicy
 from fdfo_client._sync_client import Client
 from fdfo_client._types import (
     Committed,
@@ -52,6 +53,7 @@ __all__ = [
     "Overloaded",
     "RequestExists",
     "RequestFailed",
+    "RetryPolicy",
     "ServerCounters",
     "ServerInfo",
     "ServerUnavailable",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -29,16 +30,9 @@ from fdfo_client._errors import (
     error_from_rpc,
 )
 from fdfo_client._options import GenerateOptions, build_request
-from fdfo_client._types import (
-    Committed,
-    Completion,
-    Event,
-    Finished,
-    ServerInfo,
-    Started,
-    event_from_proto,
-    server_info_from_proto,
-)
+from fdfo_client._progress import Progress
+from fdfo_client._retry import DEFAULT_RETRY, Attempts, RetryPolicy
+from fdfo_client._types import Committed, Completion, Event, Finished, ServerInfo, Started, server_info_from_proto
 
 _POLL_S = 0.1
 
@@ -49,24 +43,30 @@ class AsyncClient:
     target: "host:port", several of them as a list or with commas, or a gRPC name such as "dns:///schedulers:50051".
         Of a list, requests go to each in turn, past those that do not answer. A name with several addresses is
         balanced by gRPC itself; `abort` then reaches only one of them, so give a list where you need it.
+    retry: how long to go on when a scheduler is lost or full.
 
     tls: connect with TLS, see `Tls`; None is plaintext.
     api_key: the key that schedulers may ask for, or the path of a file that holds it.
 
-    Nothing is connected before the first call. All methods raise the errors of `FdfoError`.
+    Nothing is connected before the first call. All methods raise the errors of `FdfoError`. A client that no scheduler
+    has ever answered does not wait for one: its target may be wrong (`wait_ready` waits).
     """
 
     def __init__(
         self,
         target: str | Sequence[str] = "127.0.0.1:50051",
         *,
+        retry: RetryPolicy = DEFAULT_RETRY,
         tls: Tls | None = None,
         api_key: str | Path | None = None,
     ) -> None:
         self.targets = parse_targets(target)
+        self._retry = retry
         self._tls = tls
         self._api_key = api_key
         check_access(tls, api_key)
+        self._was_answered = False
+        self._pauses: set[asyncio.Future[object]] = set()
         self._turn = random.randrange(len(self.targets))  # so that many small clients do not all begin with the first
         self._endpoints: list[Connection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -89,7 +89,7 @@ class AsyncClient:
                     case Committed():
                         parts.setdefault(event.sample_index, []).append(event)
                     case Finished():
-                        assert started is not None, "_events refuses such a stream"
+                        assert started is not None, "Progress refuses such a stream"
                         samples[event.sample_index] = _completion(
                             started, parts.get(event.sample_index, ()), event, options
                         )
@@ -98,6 +98,7 @@ class AsyncClient:
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event, None]:
         """The same, event by event: one `Started`, a `Committed` per group of done blocks, one `Finished` a sample.
 
+        When a scheduler is lost in between, another one goes on: each token comes once (`Finished.resumes`).
         Leaving the loop early aborts the request, at the latest when the generator is closed (`aclose`).
         """
         request, timeout = build_request(prompt, options)
@@ -125,6 +126,7 @@ class AsyncClient:
             try:
                 with self._typed_errors(endpoint):
                     info = await endpoint.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout)
+                self._was_answered = True
                 return server_info_from_proto(info)
             except ServerUnavailable:
                 if endpoint is endpoints[-1]:
@@ -150,6 +152,8 @@ class AsyncClient:
     async def close(self) -> None:
         """End what is running and close the connections. May be called twice."""
         self._closed = True
+        for pause in self._pauses:
+            pause.cancel()
         endpoints, self._endpoints = self._endpoints, []
         for endpoint in endpoints:
             await endpoint.close()
@@ -165,27 +169,43 @@ class AsyncClient:
     async def _events(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncGenerator[Event, None]:
         deadline = None if timeout is None else time.monotonic() + timeout
         endpoints = self._in_turn()
-        for endpoint in endpoints:
+        progress, attempts = Progress(request), Attempts(self._retry, len(endpoints), deadline)
+        for endpoint in itertools.cycle(endpoints):
             remaining = None if deadline is None else max(deadline - time.monotonic(), 0.001)
-            call = endpoint.stub.Generate(request, timeout=remaining)
-            order = _Order(request.n or 1, endpoint.target)
+            call = endpoint.stub.Generate(progress.next_request(), timeout=remaining)
             try:
                 with self._typed_errors(endpoint):
                     async for response in call:
-                        event = event_from_proto(response, request)
-                        if event is None:
-                            continue
-                        order.check(event)
-                        yield event
-                if not order.is_complete:
+                        self._was_answered = True
+                        event = progress.take(response, endpoint.target)
+                        if event is not None:
+                            yield event
+                if not progress.is_complete:
                     raise UnexpectedServer(f"{endpoint.target} ended the stream before Finished")
                 return
-            except ServerUnavailable:
-                # Before Started nothing was promised, so the next target may have it.
-                if order.has_started or endpoint is endpoints[-1]:
-                    raise
+            except UnexpectedServer:
+                raise
+            except FdfoError as error:
+                if progress.is_complete:  # the end of the call was lost, but nothing of the answer
+                    return
+                if isinstance(error, DeadlineExceeded):
+                    error.usage = tuple(usage for _, usage in sorted(progress.usage.items()))
+                delay_s = attempts.delay_s(error, progress, may_wait=self._was_answered)
             finally:
                 call.cancel()  # nothing, once the call has ended
+            await self._pause(delay_s)
+
+    async def _pause(self, delay_s: float) -> None:
+        """Wait, or until the client is closed."""
+        pause = asyncio.ensure_future(self._retry.sleep(delay_s))
+        self._pauses.add(pause)
+        try:
+            await asyncio.wait({pause})
+        finally:
+            self._pauses.discard(pause)
+            pause.cancel()
+        if self._closed:
+            raise RequestFailed("the client was closed during the call", "CANCELLED")
 
     async def _abort_at(self, endpoint: Connection, request_id: str, timeout: float | None) -> bool:
         with self._typed_errors(endpoint):
@@ -232,32 +252,6 @@ class AsyncClient:
         return ServerUnavailable(f"the scheduler at {target} ended the call; send the request again")
 
 
-class _Order:
-    """What a stream may still send: Started first, nothing of a sample after its Finished."""
-
-    def __init__(self, num_samples: int, target: str) -> None:
-        self._num_samples = num_samples
-        self._target = target
-        self._finished: set[int] = set()
-        self.has_started = False
-
-    @property
-    def is_complete(self) -> bool:
-        return self.has_started and len(self._finished) == self._num_samples
-
-    def check(self, event: Event) -> None:
-        """Raises UnexpectedServer for an event that may not come now."""
-        if isinstance(event, Started):
-            fits, self.has_started = not self.has_started, True
-        else:
-            index = event.sample_index
-            fits = self.has_started and index < self._num_samples and index not in self._finished
-            if isinstance(event, Finished):
-                self._finished.add(index)
-        if not fits:
-            raise UnexpectedServer(f"{self._target} sent {type(event).__name__} out of order")
-
-
 def _completion(
     started: Started, parts: Sequence[Committed], finished: Finished, options: GenerateOptions
 ) -> Completion:
@@ -275,4 +269,5 @@ def _completion(
         logprobs=logprobs if options.get("logprobs") else None,
         first_unmask_steps=steps if options.get("first_unmask_steps") else None,
         sample_index=finished.sample_index,
+        resumes=finished.resumes,
     )

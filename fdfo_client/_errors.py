@@ -14,11 +14,15 @@ FdfoError
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+
+if TYPE_CHECKING:
+    from fdfo_client._types import Usage
 
 # The metadata key of google.rpc.Status, fixed by gRPC's error model.
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -56,7 +60,12 @@ class ServerUnavailable(FdfoError):
 
 
 class DeadlineExceeded(FdfoError):
-    """The timeout passed before the answer was complete. The request was aborted."""
+    """The timeout passed before the answer was complete. The request was aborted.
+
+    `usage`: of each sample that had not finished, in order, what it had cost; empty when the scheduler did not tell.
+    """
+
+    usage: tuple[Usage, ...] = ()
 
 
 class Unauthenticated(FdfoError):

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar, Unpack
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._channel import Tls
 from fdfo_client._options import GenerateOptions
+from fdfo_client._retry import DEFAULT_RETRY, RetryPolicy
 from fdfo_client._types import Completion, Event, ServerInfo
 
 T = TypeVar("T")
@@ -29,10 +30,11 @@ class Client:
         self,
         target: str | Sequence[str] = "127.0.0.1:50051",
         *,
+        retry: RetryPolicy = DEFAULT_RETRY,
         tls: Tls | None = None,
         api_key: str | Path | None = None,
     ) -> None:
-        self._client = AsyncClient(target, tls=tls, api_key=api_key)
+        self._client = AsyncClient(target, retry=retry, tls=tls, api_key=api_key)
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="fdfo-client", daemon=True)
         thread.start()

@@ -56,13 +56,15 @@ class Committed:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a sample. With reason "stop", `stop_token_id` or `stop_string` says what matched."""
+    """The last event of a sample. With reason "stop", `stop_token_id` or `stop_string` says what matched. `resumes`:
+    how often the request went on at a scheduler after another one was lost."""
 
     reason: FinishReason
     usage: Usage
     stop_token_id: int | None = None
     stop_string: str | None = None
     sample_index: int = 0
+    resumes: int = 0
 
 
 Event: TypeAlias = Started | Committed | Finished
@@ -73,7 +75,7 @@ class Completion:
     """A whole answer. `seed` repeats it: send it with the same prompt and parameters.
 
     `logprobs` and `first_unmask_steps` have an entry for each of `token_ids`; None when not asked for.
-    Of a request for several samples it is the first; `others` are those after it.
+    Of a request for several samples it is the first; `others` are those after it. `resumes`: see `Finished`.
     """
 
     text: str
@@ -87,6 +89,7 @@ class Completion:
     logprobs: tuple[float, ...] | None = None
     first_unmask_steps: tuple[int, ...] | None = None
     sample_index: int = 0
+    resumes: int = 0
     others: tuple[Completion, ...] = ()
 
     @property
@@ -188,14 +191,17 @@ def _finished_from_proto(finished: pb.Finished) -> Finished:
     if finished.reason not in _FINISH_REASONS:
         raise UnexpectedServer(f"the scheduler gave a finish reason ({finished.reason}) that this client does not know")
     matched = finished.WhichOneof("match")
-    usage = finished.usage
     return Finished(
         _FINISH_REASONS[finished.reason],
-        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.forwards, usage.rounds),
+        usage_from_proto(finished.usage),
         stop_token_id=finished.stop_token_id if matched == "stop_token_id" else None,
         stop_string=finished.stop_string if matched == "stop_string" else None,
         sample_index=finished.sample_index,
     )
+
+
+def usage_from_proto(usage: pb.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.forwards, usage.rounds)
 
 
 def server_info_from_proto(info: pb.GetServerInfoResponse) -> ServerInfo:

@@ -296,8 +296,10 @@ def _judge(end: Finished | Completion) -> int:
         return 1
     if sys.stderr.isatty():
         usage = end.usage
+        resumed = f", resumed {end.resumes} times" if end.resumes else ""
         print(
-            f"[{usage.completion_tokens} tokens, {usage.forwards} forwards, {usage.rounds} rounds; ended by {reason}]",
+            f"[{usage.completion_tokens} tokens, {usage.forwards} forwards, {usage.rounds} rounds{resumed}; "
+            f"ended by {reason}]",
             file=sys.stderr,
         )
     return 0

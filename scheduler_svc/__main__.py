@@ -26,7 +26,8 @@ from scheduler_svc.validation import MAX_CLIENT_MESSAGE_BYTES
 from scheduler_svc.workers import Link, WorkerLink
 
 WITHOUT_WORKER_GRACE_S = 10.0
-STOP_GRACE_S = 5.0
+LAST_MESSAGES_S = 5.0
+FREE_ROWS_S = 1.0
 
 log = structlog.get_logger()
 
@@ -94,9 +95,10 @@ async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_para
             log.error("bad_defaults", reason=str(failure.exceptions[0]))
         else:
             log.error("round_loop_failed", exc_info=failure)
-    await scheduler.close(STOP_GRACE_S if stop.done() else 0)
-    await service.stop(STOP_GRACE_S)
+    await scheduler.close(settings.stop_grace_s if stop.done() else 0)
+    await service.stop(LAST_MESSAGES_S)
     loops.cancel()
+    await scheduler.free_rows(FREE_ROWS_S)
     return 0 if stop.done() else 1
 
 

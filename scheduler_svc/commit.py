@@ -41,6 +41,7 @@ class OutputCommitter:
     """
 
     finish: Finish | None
+    num_ids: int  # taken so far; a stop token is, what stands behind the finish is not
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class OutputCommitter:
         max_new_tokens: int,
     ) -> None:
         self.finish = None
+        self.num_ids = 0
         self._codec = codec
         self._stop_ids = frozenset(request_stop_ids) | (frozenset() if ignore_eos else frozenset(model_stop_ids))
         self._searches = [_StopSearch(stop_string) for stop_string in stop_strings]
@@ -70,6 +72,7 @@ class OutputCommitter:
         for token_id in ids:
             if self.finish is not None:
                 break
+            self.num_ids += 1
             if token_id in self._stop_ids:
                 self._end(Finish("stop", stop_token_id=token_id))
                 break

@@ -10,14 +10,16 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from common.errors import AlreadyLive, InvalidField, Unavailable
+from common.errors import AlreadyLive, DeadlineOver, InvalidField, ServiceError, TakenOver, Unavailable
 from common.model_folder import ModelFolder
+from fdfo.scheduler.v1 import resume_pb2
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.commit import OutputCommitter
 from scheduler_svc.outbox import HOLD_S, Outbox
 from scheduler_svc.queue import RequestQueue
 from scheduler_svc.request import Request
+from scheduler_svc.resume import request_part
 from scheduler_svc.round_loop import RoundLoop
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.stream import Stream, live_name
@@ -26,6 +28,9 @@ from scheduler_svc.validation import AlgorithmInfo, GenerateSpec, ParamInfo, Rul
 from scheduler_svc.workers import Link, WorkerLink
 
 CLOSE_POLL_S = 0.05
+# So much before the client's deadline a stream ends by itself, that its last messages still arrive; half of what is
+# left when that is less.
+DEADLINE_MARGIN_S = 0.05
 
 log = structlog.get_logger()
 
@@ -88,7 +93,7 @@ class Scheduler:
 
     async def submit(self, message: api.GenerateRequest, client: str = "") -> Stream:
         """Check a client's request and queue its samples; its first event is Started. Raises a ServiceError. Until a
-        first worker has told what it can do, this waits."""
+        first worker has told what it can do, this waits. One that resumes the live one of its id takes its place."""
         await self._rules_known.wait()
         if self.is_closing:
             raise Unavailable("the scheduler is shutting down; send the request again")
@@ -97,20 +102,29 @@ class Scheduler:
         if not spec.request_id:
             spec = dataclasses.replace(spec, request_id=f"fdfo-{secrets.token_hex(8)}")
         name = live_name(client, spec.request_id)
-        if name in self.live:
+        stream = self._new_stream(spec, name)
+        older = self.live.get(name)
+        if older is not None and not (spec.past and older.request_part == stream.request_part):
             raise AlreadyLive(spec.request_id)
         self._warn_of_editing(spec.algorithm)
-        stream = self._new_stream(spec, name)
-        queue_position = self.queue.push([sample for sample in stream.samples if sample not in stream.held])
+        queue_position = self._enqueue(stream)
+        if older is not None:
+            self.interrupt(older, TakenOver("another call resumed this request"))
         self.live[name] = stream
-        started = api.Started(
-            request_id=spec.request_id,
-            seed=stream.samples[0].seed,
-            queue_position=queue_position,
-            prompt_tokens=len(spec.prompt_ids),
-        )
-        stream.put(api.GenerateResponse(started=started))
+        stream.start(queue_position)
         return stream
+
+    def _enqueue(self, stream: Stream) -> int:
+        """Queue the samples that are not over; returns how many requests are before them. A request that ran elsewhere
+        goes to the front of its class. Raises QueueFull.
+
+        A prompt with a whole block is computed once: the samples after the first are held until it is in the cache.
+        """
+        waiting = [sample for sample in stream.samples if sample.committer.finish is None]
+        if waiting and len(waiting[0].spec.prompt_ids) >= self.folder.block_size:
+            waiting, stream.held = waiting[:1], waiting[1:]
+        ran_elsewhere = any(sample.committed_ids for sample in stream.samples)
+        return self.queue.push(waiting, at_front=ran_elsewhere) if waiting else 0
 
     def _wake_loops(self) -> None:
         for loop in self.loops:
@@ -127,15 +141,14 @@ class Scheduler:
             )
 
     def _new_stream(self, spec: GenerateSpec, name: str) -> Stream:
-        """The samples of a request. They differ in their index only, which every draw depends on beside the seed.
-
-        A prompt with a whole block is computed once: the samples after the first are held until it is in the cache.
-        """
-        stream = Stream(spec.request_id, self._outbox, name)
+        """The samples of a request, as new or where another call left them. They differ in their index only, which
+        every draw depends on beside the seed. Raises InvalidField."""
         seed = secrets.randbits(63) if spec.sampling.seed is None else spec.sampling.seed
+        state = resume_pb2.ResumeState(request=request_part(spec, seed, self.folder.fingerprint))
+        stream = Stream(spec.request_id, self._outbox, name, state.SerializeToString(deterministic=True))
         stream.samples = [self._new_request(spec, seed, stream, index) for index in range(spec.num_samples)]
-        if len(spec.prompt_ids) >= self.folder.block_size:
-            stream.held = stream.samples[1:]
+        for index, past in spec.past.items():
+            stream.samples[index].resume(past)
         return stream
 
     def _new_request(self, spec: GenerateSpec, seed: int, stream: Stream, sample_index: int) -> Request:
@@ -175,9 +188,25 @@ class Scheduler:
     def leave(self, stream: Stream) -> None:
         """The stream's reader is gone or has read the last event."""
         self._abort(stream)
+        if stream.timer is not None:
+            stream.timer.cancel()
         self.counters.published_tokens += stream.cost()["published_tokens"]
         self.counters.requests_finished += 1
-        del self.live[stream.name]
+        if self.live.get(stream.name) is stream:  # not one that took its place
+            del self.live[stream.name]
+
+    def interrupt(self, stream: Stream, error: ServiceError) -> None:
+        """End it with an error that its client may go on from, with all work for it."""
+        stream.interrupt(error)
+        self._drop(stream)
+
+    def end_within(self, stream: Stream, seconds: float | None) -> None:
+        """End the stream with DeadlineOver before so many seconds have passed, if it has not ended by then."""
+        if seconds is not None:
+            loop = asyncio.get_running_loop()
+            over = DeadlineOver("the deadline is here; go on with `resumes`, or send the request again")
+            delay_s = max(seconds - DEADLINE_MARGIN_S, seconds / 2)
+            stream.timer = loop.call_later(delay_s, self.interrupt, stream, over)
 
     async def close(self, grace_s: float) -> None:
         """Take no new request; let the live ones finish within the grace time, then end the rest with an error."""
@@ -187,8 +216,19 @@ class Scheduler:
         while self.live and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(CLOSE_POLL_S)
         for stream in self.live.values():
-            stream.fail(Unavailable("the scheduler is shutting down; send the request again"))
-            self._drop(stream)
+            self.interrupt(stream, Unavailable("the scheduler is shutting down; go on at another with `resumes`"))
+
+    async def free_rows(self, limit_s: float) -> None:
+        """At the end, when the loops have stopped: let the workers free what they hold of ours, and not wait for the
+        lease to run out. One that does not answer in time is left to do that."""
+        calls = [
+            asyncio.ensure_future(loop.link.heartbeat(loop.generation + 1)) for loop in self.loops if loop.is_ready
+        ]
+        if calls:
+            _, late = await asyncio.wait(calls, timeout=limit_s)
+            for call in late:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     def _drop(self, stream: Stream) -> None:
         stream.held.clear()

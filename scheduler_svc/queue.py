@@ -30,16 +30,19 @@ class RequestQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def push(self, samples: Sequence[Request]) -> int:
-        """Add the samples of a new request at the end of their class; returns how many are before them. Raises
-        QueueFull; the last request that finds a place brings all its samples."""
+    def push(self, samples: Sequence[Request], *, at_front: bool = False) -> int:
+        """Add the samples of a new request at the end of their class, or at its front one that ran elsewhere; returns
+        how many are before them. Raises QueueFull; the last request that finds a place brings all its samples."""
         if self._num_waiting >= self._max_queued:
             raise QueueFull(RETRY_AFTER_S)
-        lowest = samples[0].priority
+        lowest = samples[0].priority + at_front
         position = sum(len(waiting) for priority, waiting in self._classes.items() if priority >= lowest)
-        for sample in samples:
-            self._put(sample)
-        self._on_put()
+        if at_front:
+            self.push_front(samples)
+        else:
+            for sample in samples:
+                self._put(sample)
+            self._on_put()
         return position
 
     def push_front(self, requests: Sequence[Request]) -> None:

@@ -7,12 +7,16 @@ queued  --start-->  running (on one worker)  --last block or abort-->  finished
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from common.errors import InvalidField
 from common.packing import pack_bits, pack_ids
+from fdfo.scheduler.v1 import resume_pb2
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.commit import Finish, OutputCommitter, Published
 from scheduler_svc.replies import DoneBlock, Snapshot, read_snapshot
+from scheduler_svc.resume import Past, encode
 from scheduler_svc.stream import Stream
 from scheduler_svc.validation import GenerateSpec
 
@@ -34,13 +38,15 @@ class Request:
     sample_index: int = 0
     attempt: int = 0
     num_preemptions: int = 0
-    committed_ids: list[int] = field(default_factory=list)  # all generated tokens of done blocks
-    first_unmask_steps: list[int] = field(default_factory=list)  # of committed_ids, on request
+    committed_ids: list[int] = field(default_factory=list)  # all generated tokens of done blocks, up to the finish
+    first_unmask_steps: list[int] = field(default_factory=list)  # of those not published yet, on request
     logprobs: list[float] = field(default_factory=list)  # likewise
     block_index: int = field(init=False)
     forwards: int = 0
     rounds: int = 0
     published_tokens: int = 0
+    published_characters: int = 0
+    published_before: int = 0  # tokens, by another call
     num_told_ids: int = 0  # committed ids that a message carried
     cached_tokens: int = 0
     is_finished: bool = False
@@ -48,9 +54,42 @@ class Request:
     _unread: tuple[pb.RowReplies, int] | None = None  # a newer one, in the reply that brought it
 
     def __post_init__(self) -> None:
-        self.block_index = len(self.spec.prompt_ids) // self.block_size
-        prompt_tail = self.spec.prompt_ids[self.block_index * self.block_size :]
-        self._set_fresh_block(prompt_tail)
+        self._begin_block()
+
+    def _begin_block(self) -> None:
+        """The block after the committed tokens; the first one may begin with the end of the prompt."""
+        known_ids = self.spec.prompt_ids + self.committed_ids
+        self.block_index = len(known_ids) // self.block_size
+        self._set_fresh_block(known_ids[self.block_index * self.block_size :])
+
+    def resume(self, past: Past) -> None:
+        """Go on where another call stood: all is rebuilt by committing its ids again, and nothing published. Raises
+        InvalidField where ids and value do not belong together."""
+        characters, tokens = 0, 0
+        for first in range(0, len(past.committed_ids), self.block_size):
+            published = self.committer.push(past.committed_ids[first : first + self.block_size])
+            characters += len(published.text)
+            tokens += len(published.token_ids)
+        sample, ids_field = past.sample, f"{past.field}.committed_ids"
+        if self.committer.num_ids < len(past.committed_ids):
+            raise InvalidField(ids_field, f"goes on after its end, which is at {self.committer.num_ids} ids")
+        end = len(self.spec.prompt_ids) + len(past.committed_ids)
+        if past.committed_ids and end % self.block_size and self.committer.finish is None:
+            raise InvalidField(ids_field, f"must end with a block of {self.block_size}, not {end % self.block_size} on")
+        if (characters, tokens) != (sample.published_characters, sample.usage.completion_tokens):
+            raise InvalidField(
+                f"{past.field}.value",
+                f"says that {sample.published_characters} characters and {sample.usage.completion_tokens} tokens were "
+                f"published; the committed ids give {characters} and {tokens}",
+            )
+        self.committed_ids = list(past.committed_ids)
+        self.num_told_ids = len(self.committed_ids)
+        self.logprobs, self.first_unmask_steps = list(sample.logprobs), list(sample.first_unmask_steps)
+        self.forwards, self.rounds = sample.usage.forwards, sample.usage.rounds
+        self.cached_tokens = sample.usage.cached_tokens
+        self.published_characters = characters
+        self.published_tokens = self.published_before = tokens
+        self._begin_block()
 
     def _set_fresh_block(self, known_ids: list[int]) -> None:
         num_masked = self.block_size - len(known_ids)
@@ -134,48 +173,74 @@ class Request:
         if block.block_index != self.block_index:
             return False
         num_prompt = max(0, len(self.spec.prompt_ids) - block.block_index * self.block_size)
-        new_ids = block.ids[num_prompt:]
-        self.committed_ids += new_ids
-        self.first_unmask_steps += block.first_unmask_steps[num_prompt:]
-        self.logprobs += block.logprobs[num_prompt:]
+        published = self.committer.push(block.ids[num_prompt:])
+        new = slice(num_prompt, num_prompt + self.committer.num_ids - len(self.committed_ids))
+        self.committed_ids += block.ids[new]
+        self.first_unmask_steps += block.first_unmask_steps[new]
+        self.logprobs += block.logprobs[new]
         self.block_index += 1
         self._set_fresh_block([])
-        published = self.committer.push(new_ids)
         if published.text or published.token_ids:
             self.stream.put(api.GenerateResponse(committed=self._committed(published)))
-        if self.committer.finish is not None:
-            self.finish(_finished(self.committer.finish))
+        self.finish_if_over()
         return True
 
     def _committed(self, published: Published) -> api.Committed:
-        """The message of a publication, counted as told. Published ids are the next ones of `committed_ids`."""
-        first, self.published_tokens = self.published_tokens, self.published_tokens + len(published.token_ids)
-        records = slice(first, self.published_tokens)
-        told_ids, self.num_told_ids = self.num_told_ids, len(self.committed_ids)
+        """The message of a publication. Published ids are the next ones of `committed_ids`."""
+        count = len(published.token_ids)
+        self.published_tokens += count
+        self.published_characters += len(published.text)
+        logprobs, self.logprobs = self.logprobs[:count], self.logprobs[count:]
+        steps, self.first_unmask_steps = self.first_unmask_steps[:count], self.first_unmask_steps[count:]
         return api.Committed(
             text=published.text,
             token_ids=published.token_ids,
             forwards=self.forwards,
-            committed_ids=self.committed_ids[told_ids:],
-            logprobs=self.logprobs[records] if self.spec.logprobs else (),
-            first_unmask_steps=self.first_unmask_steps[records] if self.spec.first_unmask_steps else (),
+            logprobs=logprobs if self.spec.logprobs else (),
+            first_unmask_steps=steps if self.spec.first_unmask_steps else (),
             sample_index=self.sample_index,
+            **self._for_resume(),
         )
+
+    def resume_value(self) -> bytes:
+        """What a client needs beside the committed ids to go on with this sample elsewhere."""
+        sample = resume_pb2.ResumedSample(
+            sample_index=self.sample_index,
+            published_characters=self.published_characters,
+            usage=self._usage(),
+            logprobs=self.logprobs if self.spec.logprobs else (),
+            first_unmask_steps=self.first_unmask_steps if self.spec.first_unmask_steps else (),
+        )
+        return encode(self.stream.request_part + resume_pb2.ResumeState(sample=sample).SerializeToString())
+
+    def _for_resume(self) -> dict[str, Any]:
+        """The fields of every message of this sample: the ids that no message carried yet, and the value."""
+        told, self.num_told_ids = self.num_told_ids, len(self.committed_ids)
+        return {"committed_ids": self.committed_ids[told:], "resume": self.resume_value()}
+
+    def _usage(self) -> api.Usage:
+        return api.Usage(
+            prompt_tokens=len(self.spec.prompt_ids),
+            completion_tokens=self.published_tokens,
+            cached_tokens=min(self.cached_tokens, len(self.spec.prompt_ids)),  # a restart finds output too
+            forwards=self.forwards,
+            rounds=self.rounds,
+        )
+
+    def interrupted(self) -> api.Interrupted:
+        """The message before an error that this sample does not end with for good."""
+        return api.Interrupted(usage=self._usage(), sample_index=self.sample_index, **self._for_resume())
+
+    def finish_if_over(self) -> None:
+        """Finish by a finish rule that matched in the committed tokens."""
+        if self.committer.finish is not None:
+            self.finish(_finished(self.committer.finish))
 
     def finish(self, finished: api.Finished) -> None:
         """The sample's one terminal event; a second one is ignored."""
         if not self.is_finished:
             self.is_finished = True
-            finished.sample_index = self.sample_index
-            finished.usage.CopyFrom(
-                api.Usage(
-                    prompt_tokens=len(self.spec.prompt_ids),
-                    completion_tokens=self.published_tokens,
-                    cached_tokens=min(self.cached_tokens, len(self.spec.prompt_ids)),  # a restart finds output too
-                    forwards=self.forwards,
-                    rounds=self.rounds,
-                )
-            )
+            finished.MergeFrom(api.Finished(usage=self._usage(), sample_index=self.sample_index, **self._for_resume()))
             self.stream.put(api.GenerateResponse(finished=finished))
 
 

@@ -263,7 +263,8 @@ class RoundLoop:
                 continue
             request.rounds += 1
             request.forwards += row.forwards
-            request.cached_tokens = request.cached_tokens or row.cached_tokens
+            if not request.committed_ids:  # a later start finds its own output too
+                request.cached_tokens = request.cached_tokens or row.cached_tokens
             if row.done is not None:
                 self.counters.blocks_done += request.commit_block(row.done)
             if row.snapshot is not None:

@@ -33,6 +33,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             stream = await self._scheduler.submit(message, current_caller())
         except ServiceError as error:
             await abort_with(context, error)
+        self._scheduler.end_within(stream, context.time_remaining())
         structlog.contextvars.bind_contextvars(request_id=stream.request_id)
         spec, samples = stream.samples[0].spec, stream.samples
         log.info("request_queued", prompt_tokens=len(spec.prompt_ids), algorithm=spec.algorithm, samples=len(samples))

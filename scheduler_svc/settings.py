@@ -87,6 +87,12 @@ class SchedulerSettings(SecuritySettings):
         minimum=0.1,
         flag="--sync-round-timeout",
     )
+    stop_grace_s: float = setting(
+        5.0,
+        help="seconds that running requests have to finish after SIGTERM; the rest is for another scheduler to resume",
+        metavar="SECONDS",
+        minimum=0.0,
+    )
     log_format: str = setting("console", help="form of the log on stderr", choices=("console", "json"))
     log_level: str = setting("info", help="least important event to log", choices=("debug", "info", "warning", "error"))
     exit_with_parent: bool = setting(False, help="stop as on SIGTERM when standard input closes")

@@ -26,14 +26,17 @@ class Stream:
     """One live call of a client. `held`: samples that start when the first one has put the prompt into the cache.
 
     `name`: what tells the request from all others of this scheduler, also at the workers; see `live_name`.
+    `request_part`: what every resume value begins with, serialised. `timer`: ends it before the client's deadline.
     """
 
     request_id: str
     outbox: Outbox
     name: str
+    request_part: bytes = b""
     samples: list[Request] = field(default_factory=list)
     held: list[Request] = field(default_factory=list)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    timer: asyncio.TimerHandle | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -44,9 +47,23 @@ class Stream:
         """What all samples together took and gave, for the log."""
         return {
             "forwards": sum(sample.forwards for sample in self.samples),
-            "published_tokens": sum(sample.published_tokens for sample in self.samples),
+            "published_tokens": sum(sample.published_tokens - sample.published_before for sample in self.samples),
             "preemptions": sum(sample.num_preemptions for sample in self.samples),
         }
+
+    def start(self, queue_position: int) -> None:
+        """The first event, and the Finished of samples that had ended when another call was cut off."""
+        first = self.samples[0]
+        started = api.Started(
+            request_id=self.request_id,
+            seed=first.seed,
+            queue_position=queue_position,
+            prompt_tokens=len(first.spec.prompt_ids),
+            resume=first.resume_value(),
+        )
+        self.put(api.GenerateResponse(started=started))
+        for sample in self.samples:
+            sample.finish_if_over()
 
     def put(self, response: api.GenerateResponse) -> None:
         """One more event."""
@@ -58,6 +75,13 @@ class Stream:
             for sample in self.samples:
                 sample.is_finished = True
             self.outbox.put(self.events, error)
+
+    def interrupt(self, error: ServiceError) -> None:
+        """The same, but tell first what each of them had cost and how to go on with it elsewhere."""
+        for sample in self.samples:
+            if not sample.is_finished:
+                self.put(api.GenerateResponse(interrupted=sample.interrupted()))
+        self.fail(error)
 
     def take_held(self) -> list[Request]:
         """The held samples, in order, held no more."""

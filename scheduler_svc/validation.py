@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from common.errors import InvalidField
 from common.limits import MAX_REQUEST_STOP_TOKEN_IDS
 from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import scheduler_pb2
+from scheduler_svc.resume import Past, as_begun, check_request, decode, read_past, request_part
 from scheduler_svc.text import TextCodec
 
 # Ten times the longest prompts; what is refused for its size is hardly looked at.
@@ -35,7 +37,6 @@ ROLES = ("system", "user", "assistant", "tool")
 UNSUPPORTED: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
         "provisional_every_forwards": (None, "snapshots of incomplete blocks are not served yet"),
-        "resume": (None, "resuming is not served yet"),
         "json_schema": ("", "constrained output is not served: a block is filled in any order"),
         "regex": ("", "constrained output is not served: a block is filled in any order"),
         "grammar": ("", "constrained output is not served: a block is filled in any order"),
@@ -96,7 +97,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerateSpec:
-    """A request that can be run. `request_id` may be empty: to be drawn. `algorithm_params` has every parameter."""
+    """A request that can be run. `request_id` may be empty: to be drawn. `algorithm_params` has every parameter.
+    `past`: of samples that another call began, by index."""
 
     request_id: str
     prompt_ids: list[int]
@@ -111,6 +113,7 @@ class GenerateSpec:
     priority: int = 0
     logprobs: bool = False
     first_unmask_steps: bool = False
+    past: Mapping[int, Past] = dataclasses.field(default_factory=dict)
 
 
 def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> GenerateSpec:
@@ -120,6 +123,11 @@ def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> Gene
     _refuse_unsupported(request)
     _check_request_id(request.request_id)
     num_samples, priority = _num_samples(request), _priority(request)
+    if len(request.resumes) > num_samples:
+        raise InvalidField("resumes", f"must have at most one entry a sample; it has {len(request.resumes)}")
+    states = [decode(resume.value, f"resumes[{i}].value") for i, resume in enumerate(request.resumes)]
+    if states:
+        request = as_begun(request, states[0].request)
     sampling = _sampling(request.sampling, rules.folder.vocab_size)
     stop_strings = _stop_strings(request.stop)
     request_stop_ids = _request_stop_ids(request.stop_token_ids, rules.folder.vocab_size)
@@ -129,7 +137,7 @@ def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> Gene
         raise InvalidField("max_new_tokens", "must be at least 1; leave it out to generate up to the context limit")
     prompt_field, prompt_ids = _prompt(request, rules)
     max_new_tokens = _max_new_tokens(request, prompt_field, len(prompt_ids), rules)
-    return GenerateSpec(
+    spec = GenerateSpec(
         request_id=request.request_id,
         prompt_ids=prompt_ids,
         sampling=sampling,
@@ -143,6 +151,13 @@ def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> Gene
         priority=priority,
         logprobs=request.logprobs,
         first_unmask_steps=request.first_unmask_steps,
+    )
+    if not states:
+        return spec
+    folder, seed = rules.folder, request.sampling.seed
+    check_request(states, request_part(spec, seed, folder.fingerprint))
+    return dataclasses.replace(
+        spec, past=read_past(request.resumes, states, spec, folder.vocab_size, folder.mask_token_id)
     )
 
 
@@ -162,7 +177,11 @@ def _refuse_too_many(request: scheduler_pb2.GenerateRequest, rules: Rules) -> No
     for field, count, most, what in (
         ("prompt_ids", len(request.prompt_ids.ids), rules.folder.context_length, "tokens (the context limit)"),
         ("messages", len(request.messages.messages), MAX_MESSAGES, "messages"),
-        ("resume.committed_ids", len(request.resume.committed_ids), rules.folder.context_length, "ids"),
+        ("resumes", len(request.resumes), MAX_SAMPLES, "entries"),
+        *(
+            (f"resumes[{i}].committed_ids", len(resume.committed_ids), rules.folder.context_length, "ids")
+            for i, resume in enumerate(request.resumes)
+        ),
         ("stop", len(request.stop), MAX_STOP_STRINGS, "strings"),
         ("stop_token_ids", len(request.stop_token_ids), MAX_REQUEST_STOP_TOKEN_IDS, "ids"),
     ):

@@ -85,7 +85,7 @@ class WorkerLink:
     async def release(self, generation: int, rows: pb.RowNames) -> None:
         """Free rows at the next boundary, beside the rounds."""
         request = pb.ReleaseRequestsRequest(scheduler_id=self.scheduler_id, generation=generation, rows=rows)
-        await self._repeat(lambda: self._stub.ReleaseRequests(request, timeout=INFO_TIMEOUT_S))
+        await self._repeat(lambda: self._connection.stub.ReleaseRequests(request, timeout=INFO_TIMEOUT_S))
 
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(scheduler_id=self.scheduler_id, generation=generation)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._errors import FdfoError, UnexpectedServer
+from fdfo_client._retry import DEFAULT_RETRY, RetryPolicy
 from fdfo_client._types import ServerCounters, ServerInfo
 from fdfo_client.bench.load import Load, Record, Stream
 from fdfo_client.bench.workload import Item
@@ -53,11 +54,13 @@ class Measurement:
 async def connect(targets: Sequence[str], access: Access = OPEN) -> AsyncIterator[World]:
     """The schedulers at these targets. Requests go to each in turn. Raises FdfoError if one does not answer."""
     async with contextlib.AsyncExitStack() as stack:
-        sender = await stack.enter_async_context(AsyncClient(targets, tls=access.tls, api_key=access.api_key))
-        clients = {
-            target: await stack.enter_async_context(AsyncClient(target, tls=access.tls, api_key=access.api_key))
-            for target in targets
-        }
+
+        def client(targets: str | Sequence[str], retry: RetryPolicy = DEFAULT_RETRY) -> AsyncClient:
+            return AsyncClient(targets, retry=retry, tls=access.tls, api_key=access.api_key)
+
+        # A load shows what a scheduler refuses, so nothing is tried again.
+        sender = await stack.enter_async_context(client(targets, RetryPolicy(max_retries=0)))
+        clients = {target: await stack.enter_async_context(client(target)) for target in targets}
         servers = {target: await client.server_info() for target, client in clients.items()}
         for target, info in servers.items():
             if info.block_size < 1 or info.num_tokens < 1 or info.context_length < 2:

@@ -24,11 +24,13 @@ Step: TypeAlias = pb.GenerateResponse | status_pb2.Status | str
 
 
 def started(
-    request_id: str = "r1", seed: int = 7, queue_position: int = 0, prompt_tokens: int = 3
+    request_id: str = "r1", seed: int = 7, queue_position: int = 0, prompt_tokens: int = 3, resume: bytes = b""
 ) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        started=pb.Started(request_id=request_id, seed=seed, queue_position=queue_position, prompt_tokens=prompt_tokens)
+    """Without `resume` as of a scheduler whose requests cannot be resumed."""
+    message = pb.Started(
+        request_id=request_id, seed=seed, queue_position=queue_position, prompt_tokens=prompt_tokens, resume=resume
     )
+    return pb.GenerateResponse(started=message)
 
 
 def committed(text: str, token_ids: Sequence[int], forwards: int = 0, **fields: Any) -> pb.GenerateResponse:

@@ -24,6 +24,7 @@ from fdfo_client import (
     Overloaded,
     RequestExists,
     RequestFailed,
+    RetryPolicy,
     ServerUnavailable,
     UnexpectedServer,
 )
@@ -31,12 +32,13 @@ from fdfo_client._errors import error_from_rpc
 from tests.client.fake_scheduler import FakeScheduler, committed, failure, holding, serving, started
 
 Code = grpc.StatusCode
+ONCE = RetryPolicy(max_retries=0)
 
 
 def error_for(status: status_pb2.Status, after_start: bool = False) -> FdfoError:
-    """What a client raises when the scheduler ends the call with this status."""
+    """What a client that may not retry raises when the scheduler ends the call with this status."""
     first = [started(), committed("a", [1])] if after_start else []
-    with serving(FakeScheduler(lambda request: [*first, status])) as target, Client(target) as client:
+    with serving(FakeScheduler(lambda request: [*first, status])) as target, Client(target, retry=ONCE) as client:
         with pytest.raises(FdfoError) as caught:
             client.generate("x")
         return caught.value

@@ -164,8 +164,8 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
         "at most 4096 messages; it has 4097",
     ),
     "committed ids too many": (
-        api.GenerateRequest(text="x", resume=api.Resume(committed_ids=[3] * 4097)),
-        "resume.committed_ids",
+        api.GenerateRequest(text="x", resumes=[api.Resume(committed_ids=[3] * 4097)]),
+        "resumes[0].committed_ids",
         "at most 4096 ids; it has 4097",
     ),
     "unknown fields without end": (
@@ -289,7 +289,6 @@ def test_a_top_k_of_all_tokens_is_off(top_k: int) -> None:
 
 ASKING: dict[str, api.GenerateRequest] = {
     "provisional_every_forwards": api.GenerateRequest(provisional_every_forwards=0),
-    "resume": api.GenerateRequest(resume=api.Resume()),
     "json_schema": api.GenerateRequest(json_schema="{}"),
     "regex": api.GenerateRequest(regex="a+"),
     "grammar": api.GenerateRequest(grammar="root ::= x"),
@@ -331,7 +330,7 @@ def test_every_field_of_the_proto_is_served_or_refused() -> None:
     """A field added to the proto must be parsed or put into the table; it is never ignored."""
     served = {"request_id", "text", "prompt_ids", "messages", "sampling", "max_new_tokens", "stop", "stop_token_ids"}
     served |= {"ignore_eos", "algorithm", "algorithm_params", "parse_special_tokens", "logprobs", "first_unmask_steps"}
-    served |= {"n", "priority"}
+    served |= {"n", "priority", "resumes"}
     assert served | set(UNSUPPORTED) == {field.name for field in api.GenerateRequest.DESCRIPTOR.fields}
     assert not served & set(UNSUPPORTED)
 

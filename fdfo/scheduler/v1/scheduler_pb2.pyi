@@ -53,7 +53,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "prompt_ids", "messages", "sampling", "max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "algorithm", "algorithm_params", "parse_special_tokens", "logprobs", "first_unmask_steps", "n", "priority", "provisional_every_forwards", "resume", "json_schema", "regex", "grammar", "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
+    __slots__ = ("request_id", "text", "prompt_ids", "messages", "sampling", "max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "algorithm", "algorithm_params", "parse_special_tokens", "logprobs", "first_unmask_steps", "n", "priority", "resumes", "provisional_every_forwards", "json_schema", "regex", "grammar", "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
     class AlgorithmParamsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -84,8 +84,8 @@ class GenerateRequest(_message.Message):
     FIRST_UNMASK_STEPS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RESUMES_FIELD_NUMBER: _ClassVar[int]
     PROVISIONAL_EVERY_FORWARDS_FIELD_NUMBER: _ClassVar[int]
-    RESUME_FIELD_NUMBER: _ClassVar[int]
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
@@ -110,8 +110,8 @@ class GenerateRequest(_message.Message):
     first_unmask_steps: bool
     n: int
     priority: int
+    resumes: _containers.RepeatedCompositeFieldContainer[Resume]
     provisional_every_forwards: int
-    resume: Resume
     json_schema: str
     regex: str
     grammar: str
@@ -120,7 +120,7 @@ class GenerateRequest(_message.Message):
     presence_penalty: float
     repetition_penalty: float
     min_new_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., prompt_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., algorithm: _Optional[str] = ..., algorithm_params: _Optional[_Mapping[str, float]] = ..., parse_special_tokens: bool = ..., logprobs: bool = ..., first_unmask_steps: bool = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., provisional_every_forwards: _Optional[int] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_new_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., prompt_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., algorithm: _Optional[str] = ..., algorithm_params: _Optional[_Mapping[str, float]] = ..., parse_special_tokens: bool = ..., logprobs: bool = ..., first_unmask_steps: bool = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., resumes: _Optional[_Iterable[_Union[Resume, _Mapping]]] = ..., provisional_every_forwards: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_new_tokens: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("committed_ids", "value")
@@ -131,16 +131,18 @@ class Resume(_message.Message):
     def __init__(self, committed_ids: _Optional[_Iterable[int]] = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "seed", "queue_position", "prompt_tokens")
+    __slots__ = ("request_id", "seed", "queue_position", "prompt_tokens", "resume")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     seed: int
     queue_position: int
     prompt_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., queue_position: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    resume: bytes
+    def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., queue_position: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., resume: _Optional[bytes] = ...) -> None: ...
 
 class Committed(_message.Message):
     __slots__ = ("text", "token_ids", "forwards", "committed_ids", "resume", "logprobs", "first_unmask_steps", "sample_index")
@@ -191,30 +193,48 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., rounds: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "stop_token_id", "stop_string", "usage", "sample_index")
+    __slots__ = ("reason", "stop_token_id", "stop_string", "usage", "sample_index", "committed_ids", "resume")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     stop_token_id: int
     stop_string: str
     usage: Usage
     sample_index: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., sample_index: _Optional[int] = ...) -> None: ...
+    committed_ids: _containers.RepeatedScalarFieldContainer[int]
+    resume: bytes
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., sample_index: _Optional[int] = ..., committed_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[bytes] = ...) -> None: ...
+
+class Interrupted(_message.Message):
+    __slots__ = ("usage", "sample_index", "committed_ids", "resume")
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    usage: Usage
+    sample_index: int
+    committed_ids: _containers.RepeatedScalarFieldContainer[int]
+    resume: bytes
+    def __init__(self, usage: _Optional[_Union[Usage, _Mapping]] = ..., sample_index: _Optional[int] = ..., committed_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[bytes] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "committed", "provisional", "finished")
+    __slots__ = ("started", "committed", "provisional", "finished", "interrupted")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     PROVISIONAL_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    INTERRUPTED_FIELD_NUMBER: _ClassVar[int]
     started: Started
     committed: Committed
     provisional: Provisional
     finished: Finished
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., provisional: _Optional[_Union[Provisional, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    interrupted: Interrupted
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., provisional: _Optional[_Union[Provisional, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., interrupted: _Optional[_Union[Interrupted, _Mapping]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)

@@ -62,9 +62,18 @@ class SchedulerServiceServicer(object):
         ALREADY_EXISTS      the request id is live.
         RESOURCE_EXHAUSTED  the queue is full; google.rpc.RetryInfo says when to try again.
         UNAUTHENTICATED     the scheduler asks for an API key: metadata `authorization: Bearer KEY`.
-        UNAVAILABLE         the scheduler is shutting down.
-        DEADLINE_EXCEEDED   the client's deadline passed.
+        UNAVAILABLE         the scheduler is shutting down, or the connection was lost; to be resumed elsewhere.
+        DEADLINE_EXCEEDED   the client's deadline passed. The scheduler ends the stream a little earlier itself, so
+        that the client hears what was done.
+        ABORTED             another call resumed this request.
+        Before UNAVAILABLE, DEADLINE_EXCEEDED and ABORTED a scheduler sends one Interrupted for each sample that is not
+        finished, if it still can.
         Cancelling the call aborts the request.
+
+        To resume: keep for each sample the committed_ids of all its messages and the resume value of the last one (of
+        Started, while there is none), and send the request again, here or to another scheduler of the same model, with
+        the request id of Started and these as `resumes`. The new stream goes on after what was published, and repeats
+        Started and the Finished of samples that were finished. Nothing is computed again but the incomplete block.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
