@@ -368,7 +368,7 @@ HOSTILE: dict[str, tuple[Change, str, str]] = {
     "no ids": (set_committed(lambda ids: []), "resumes[0].value", "does not fit 0 committed ids"),
     "part of a block": (set_committed(lambda ids: [*ids, 40]), "resumes[0].committed_ids", "must end with a block"),
     "too many": (set_committed(lambda ids: [40] * 101), "resumes[0].committed_ids", "ends after 100"),
-    "huge": (set_committed(lambda ids: [40] * 500_000), "resumes[0].committed_ids", "has 500000 ids"),
+    "huge": (set_committed(lambda ids: [40] * 500_000), "resumes[0].committed_ids", "it has 500000"),
     "mask": (set_committed(lambda ids: [MASK, *ids[1:]]), "resumes[0].committed_ids[0]", "mask token 1"),
     "no token": (set_committed(lambda ids: [*ids[:-1], 2**32 - 1]), "resumes[0].committed_ids[28]", "must be below"),
     "another block": (
