@@ -45,6 +45,14 @@ _SERVER_OPTIONS = [
 ]
 
 
+def _age_options(max_connection_age_s: float | None) -> list[tuple[str, int]]:
+    """A connection of this age takes no new calls, so that clients look for servers again; its calls go on."""
+    if max_connection_age_s is None:
+        return []
+    age_ms = round(max_connection_age_s * 1000)
+    return [("grpc.max_connection_age_ms", age_ms), ("grpc.max_connection_age_grace_ms", 2**31 - 1)]
+
+
 class GrpcService:
     """A server on one address. To be made and used in one running event loop.
 
@@ -52,8 +60,10 @@ class GrpcService:
     (reflection reads the descriptors).
     """
 
-    def __init__(self, host: str, port: int, service_names: Sequence[str]) -> None:
-        self.server = grpc.aio.server(options=_SERVER_OPTIONS)
+    def __init__(
+        self, host: str, port: int, service_names: Sequence[str], max_connection_age_s: float | None = None
+    ) -> None:
+        self.server = grpc.aio.server(options=_SERVER_OPTIONS + _age_options(max_connection_age_s))
         self._host = host
         self._port = port
         self._service_names = tuple(service_names)

@@ -48,7 +48,9 @@ def read_algorithm_params(path: Path | None) -> dict[str, float]:
 async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_params: dict[str, float]) -> int:
     """Serve until a signal (0) or until a round loop fails (1)."""
     scheduler = Scheduler(folder, settings, algorithm_params)
-    service = GrpcService(settings.host, settings.port, [SERVICE_NAME])
+    service = GrpcService(
+        settings.host, settings.port, [SERVICE_NAME], max_connection_age_s=settings.max_connection_age_s
+    )
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(scheduler), service.server)
     port = await service.start()
     forget_garbage()

@@ -17,6 +17,7 @@ from scheduler_svc.stream import Stream
 from scheduler_svc.validation import GenerateSpec
 
 RowName = tuple[str, int]  # request id and sample index
+DEATHS_BEFORE_SUSPICION = 2  # of workers, under a request that committed no block there
 
 
 @dataclass(eq=False)
@@ -34,6 +35,9 @@ class Request:
     sample_index: int = 0
     attempt: int = 0
     num_preemptions: int = 0
+    num_deaths: int = 0  # of workers, since it last committed a block
+    has_committed_there: bool = False  # a block, since its last start
+    prefix_keys: tuple[int, ...] | None = None  # see placement.py
     committed_ids: list[int] = field(default_factory=list)  # all generated tokens of done blocks
     first_unmask_steps: list[int] = field(default_factory=list)  # of committed_ids, on request
     logprobs: list[float] = field(default_factory=list)  # likewise
@@ -69,6 +73,11 @@ class Request:
         return self.spec.priority
 
     @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what ended its workers; it then runs alone until it commits a block."""
+        return self.num_deaths >= DEATHS_BEFORE_SUSPICION
+
+    @property
     def incomplete(self) -> Snapshot:
         """The block that is not done, as last reported."""
         if self._unread is not None:
@@ -93,7 +102,7 @@ class Request:
 
     def start_row(self, attempt: int) -> pb.StartRow:
         """Begin, or go on elsewhere, from the committed tokens and the incomplete block. `attempt` must rise."""
-        self.attempt = attempt
+        self.attempt, self.has_committed_there = attempt, False
         prefix = (self.spec.prompt_ids + self.committed_ids)[: self.block_index * self.block_size]
         sampling, block = self.spec.sampling, self.incomplete
         return pb.StartRow(
@@ -139,6 +148,7 @@ class Request:
         self.first_unmask_steps += block.first_unmask_steps[num_prompt:]
         self.logprobs += block.logprobs[num_prompt:]
         self.block_index += 1
+        self.num_deaths, self.has_committed_there = 0, True
         self._set_fresh_block([])
         published = self.committer.push(new_ids)
         if published.text or published.token_ids:

@@ -29,8 +29,8 @@ FOLDER = dataclasses.replace(read_model_folder("models/tiny-llada2"), fingerprin
 class InMemoryLink(LoopLink):
     """A link to a worker that a test can kill. It keeps what went over it."""
 
-    def __init__(self, loop: DenoiseLoop, scheduler_id: str, context_length: int) -> None:
-        super().__init__(loop, "memory", scheduler_id)
+    def __init__(self, loop: DenoiseLoop, scheduler_id: str, context_length: int, target: str = "memory") -> None:
+        super().__init__(loop, target, scheduler_id)
         self.context_length = context_length
         self.is_dead = False
         self.requests: list[pb.RunRoundRequest] = []
@@ -43,13 +43,18 @@ class InMemoryLink(LoopLink):
         info.context_length = self.context_length
         return info
 
+    async def probe(self) -> pb.GetWorkerInfoResponse:
+        if self.is_dead:
+            raise WorkerLost("dead", is_death=True)
+        return await super().get_info()
+
     async def run_round(self, request: pb.RunRoundRequest, timeout_s: float) -> pb.RunRoundResponse:
         self.requests.append(request)
         call = asyncio.create_task(super().run_round(request, timeout_s))
         try:
             while not call.done():
                 if self.is_dead:
-                    raise WorkerLost("dead")
+                    raise WorkerLost("dead", is_death=True)
                 await asyncio.sleep(0)
             self.replies.append(call.result())
             return call.result()
@@ -58,7 +63,7 @@ class InMemoryLink(LoopLink):
 
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
         if self.is_dead:
-            raise WorkerLost("dead")
+            raise WorkerLost("dead", is_death=True)
         return await super().heartbeat(generation)
 
     async def drive(self) -> None:
@@ -79,7 +84,7 @@ class Bench:
         self.links: list[InMemoryLink] = []
 
         def connect(target: str, scheduler_id: str) -> InMemoryLink:
-            self.links.append(InMemoryLink(loops[len(self.links)], scheduler_id, FOLDER.context_length))
+            self.links.append(InMemoryLink(loops[len(self.links)], scheduler_id, FOLDER.context_length, target))
             return self.links[-1]
 
         self.scheduler = Scheduler(FOLDER, SchedulerSettings(**values), {}, connect, 0.0)  # type: ignore[arg-type]
