@@ -26,14 +26,14 @@ from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.placement import PrefixMemory, place
 from scheduler_svc.queue import RequestQueue
-from scheduler_svc.replies import RowReply, read_rows
+from scheduler_svc.replies import RowReply, count_work, read_rows
 from scheduler_svc.request import DEATHS_BEFORE_SUSPICION, Request, RowName
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.worker_rows import WorkerRows
+from scheduler_svc.worker_rows import WorkerRows, row_names
+from scheduler_svc.worker_watch import watch_worker
 from scheduler_svc.workers import RECONNECT_EVERY_S, Link, WorkerLost
 
 HEARTBEAT_EVERY_S = 10.0
-PROBE_EVERY_S = 1.0
 FULL_POLL_S = 0.25  # while requests wait for space that another scheduler may free
 ASK_EVERY_S = 1.0  # for a start that does not fit
 SILENT_S = 0.5  # with all its rounds on their way: nothing more is placed there
@@ -175,7 +175,9 @@ class RoundLoop:
     async def _serve(self) -> None:
         """Rounds until the address is left and the last row has ended."""
         await self._heartbeat()  # drops what an older generation left there
-        watch = asyncio.create_task(self._watch())
+        watch = asyncio.create_task(
+            watch_worker(self.link, self.epoch, lambda: bool(self._in_flight), self.settings.hang_timeout_s / 2)
+        )
         try:
             while not self._has_left():
                 self._wake.clear()
@@ -219,25 +221,6 @@ class RoundLoop:
             raise WorkerLost("the worker is draining")
         self._update_room(heartbeat.pages, heartbeat.allowance)
 
-    async def _watch(self) -> None:
-        """Probe the worker. Raises WorkerLost when it is dead or restarted, and when it drains or does not answer while
-        we expect no reply of it. One that owes us a reply is given time; what it says then tells more."""
-        answered_at = self._now()
-        while True:
-            await asyncio.sleep(PROBE_EVERY_S)
-            try:
-                info = await self.link.probe()
-            except WorkerLost as lost:
-                silent_s = self._now() - answered_at
-                if lost.is_death or not self._in_flight or silent_s > self.settings.hang_timeout_s / 2:
-                    raise
-                continue
-            answered_at = self._now()
-            if info.worker_epoch != self.epoch:
-                raise WorkerLost(f"restarted: its epoch is {info.worker_epoch}", is_death=True)
-            if info.draining and not self._in_flight:
-                raise WorkerLost("the worker is draining")
-
     # Plan and send ----------------------------------------------------------------------------------------------
 
     def _send_next(self) -> bool:
@@ -275,7 +258,7 @@ class RoundLoop:
     def _ask(self) -> None:
         """While a request waits and other schedulers hold more here than we do, send a start that does not fit, now and
         then: the refusal is what makes the worker share evenly."""
-        request = self.queue.first() or self.queue.first_suspect()
+        request = self.queue.first() or (self.queue.first_suspect() if not self.running else None)
         if request is None or self.rows.placed or not self.rows.others_hold_more:
             return
         if self._now() - self._asked_at >= ASK_EVERY_S:
@@ -320,7 +303,7 @@ class RoundLoop:
         """Everything a reply says, in the order of its rows."""
         self._acked_round_id = sent.round_id
         self.rows.num_sent_pages -= sent.num_taken_pages
-        self._count(reply)
+        count_work(self.counters, reply.work)
         assert self.info is not None
         back: list[Request] = []
         stuck: list[Request] = []
@@ -399,16 +382,6 @@ class RoundLoop:
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    def _count(self, reply: pb.RunRoundResponse) -> None:
-        counters, work = self.counters, reply.work
-        counters.rounds += 1
-        counters.forwards += work.forwards
-        counters.device_ms += work.device_ms
-        counters.denoise_row_forwards += work.denoise_row_forwards
-        counters.waiting_row_forwards += work.waiting_row_forwards
-        counters.prefill_tokens += work.prefill_tokens
-        counters.allocator_calls += work.allocator_calls
-
     async def _requeue_all(self, is_death: bool) -> None:
         """The worker is lost: everything it ran starts anew from what we hold."""
         self.is_ready = False
@@ -435,12 +408,3 @@ class RoundLoop:
             log.error("request_ends_workers", request_id=request.name[0], deaths=request.num_deaths)
             message = f"{request.num_deaths} workers died under the request before its next block, the last time alone"
             self._fail(request, Internal(message))
-
-
-def row_names(rows: list[tuple[RowName, int]]) -> pb.RowNames:
-    """Columns for rows with their attempts."""
-    return pb.RowNames(
-        request_ids=[request_id for (request_id, _), _ in rows],
-        sample_indexes=[sample_index for (_, sample_index), _ in rows],
-        attempts=[attempt for _, attempt in rows],
-    )

@@ -146,7 +146,7 @@ class WorkerRows:
         for request in reversed(self.placed[:]):
             self.withdraw(request)
             self.queue.push_front([request])
-        self._clear_for(list(self.running.values()))
+        self._clear_for(list(reversed(self.running.values())))
         self.place(suspect)
 
     def make_way(self, first: Request) -> bool:
@@ -188,3 +188,12 @@ class WorkerRows:
             num_rows > self.allowance.rows or self.own_pages - num_rows > self.allowance.pages
         ):
             self.preempt(choose_victim(self.running.values()))
+
+
+def row_names(rows: list[tuple[RowName, int]]) -> pb.RowNames:
+    """Columns for rows with their attempts."""
+    return pb.RowNames(
+        request_ids=[request_id for (request_id, _), _ in rows],
+        sample_indexes=[sample_index for (_, sample_index), _ in rows],
+        attempts=[attempt for _, attempt in rows],
+    )
