@@ -83,6 +83,9 @@ class TimedLink(InMemoryLink):
 
     is_stopped = False
 
+    def stop(self, is_stopped: bool = True) -> None:
+        self.is_stopped = is_stopped
+
     async def get_info(self) -> pb.GetWorkerInfoResponse:
         while self.is_stopped or self.is_dead:
             await asyncio.sleep(FORWARD_S)
