@@ -12,24 +12,13 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 
 import structlog
 
-NAME_PREFIX = "dns:///"
+from scheduler_svc.settings import split_target
+
 RESOLVE_TIMEOUT_S = 5.0
 
 Resolve = Callable[[str, int], Awaitable[Collection[str]]]  # host and port to targets, address:port each
 
 log = structlog.get_logger()
-
-
-def split_target(target: str) -> tuple[str, int]:
-    """Host (without the brackets of IPv6) and port of host:port. Raises ValueError."""
-    host, _, port = target.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        host = ""  # an IPv6 address without brackets, or one colon too many
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{target!r} is not host:port")
-    return host, int(port)
 
 
 async def resolve(host: str, port: int) -> set[str]:

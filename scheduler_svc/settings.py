@@ -6,7 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.settings import setting
-from scheduler_svc.discovery import NAME_PREFIX, split_target
+
+NAME_PREFIX = "dns:///"
+
+
+def split_target(target: str) -> tuple[str, int]:
+    """Host (without the brackets of IPv6) and port of host:port. Raises ValueError."""
+    host, _, port = target.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""  # an IPv6 address without brackets, or one colon too many
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{target!r} is not host:port")
+    return host, int(port)
 
 
 def _check_workers(text: str) -> None:

@@ -14,7 +14,7 @@ from common.errors import refusal_reason
 from common.grpc_server import MAX_MESSAGE_BYTES
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
-from scheduler_svc.discovery import split_target
+from scheduler_svc.settings import split_target
 
 REPEAT_FOR_S = 3.0
 REPEAT_EVERY_S = 0.1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc import discovery
+from scheduler_svc.settings import split_target
 from tests.scheduler.in_memory import Bench, InMemoryLink, TimedLink, expected, play_timed
 from tests.worker.scripted import effort, make_loop
 
@@ -26,14 +27,14 @@ ADDRESSES = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
 )
 def test_a_target_is_host_and_port(target: str, parts: tuple[str, int]) -> None:
     """Names and addresses of both kinds are split."""
-    assert discovery.split_target(target) == parts
+    assert split_target(target) == parts
 
 
 @pytest.mark.parametrize("target", ["", "a", ":1", "a:", "a:0", "a:65536", "a:x", "::1:7", "a:1:2", "x://a:1", "a:-1"])
 def test_what_is_no_target_is_refused(target: str) -> None:
     """Ports out of range, missing parts, other schemes and IPv6 without brackets."""
     with pytest.raises(ValueError, match="not host:port"):
-        discovery.split_target(target)
+        split_target(target)
 
 
 def test_the_system_resolver_gives_every_address_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,12 @@ def test_suspects_are_cleared_by_a_block_of_their_own() -> None:
     assert most == 1
 
 
+async def ready(bench: Bench, is_ready: bool) -> None:
+    """Returns when the first worker is, or is not."""
+    while bench.scheduler.loops[0].is_ready != is_ready:
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_hung_worker_is_left_and_fenced_when_it_comes_back(busy: bool) -> None:
     """Its requests go on elsewhere within seconds, no death is counted, and on its return a higher generation frees
@@ -154,8 +160,7 @@ def test_a_hung_worker_is_left_and_fenced_when_it_comes_back(busy: bool) -> None
         await asyncio.sleep(0.5)
         hung.stop()
         stopped_at = clock()
-        while bench.scheduler.loops[0].is_ready:
-            await asyncio.sleep(0.01)
+        await ready(bench, False)
         assert clock() - stopped_at < (8.0 if busy else 3.5)
         held_slots = hung.loop.state().slots_used
         assert held_slots == (4 if busy else 0)
@@ -163,8 +168,7 @@ def test_a_hung_worker_is_left_and_fenced_when_it_comes_back(busy: bool) -> None
             assert (await bench.read(stream))[0] == expected(1, 600)
             assert stream.samples[0].num_deaths == 0
         hung.stop(False)
-        while not bench.scheduler.loops[0].is_ready:
-            await asyncio.sleep(0.01)
+        await ready(bench, True)
         await asyncio.sleep(0.1)
         assert hung.loop.state().slots_used == 0
         again = [await bench.submit(f"again{n}", effort(3), 31) for n in range(8)]
