@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
@@ -139,13 +141,18 @@ class WorkerLink:
         """Whether nothing listens at the address any more. gRPC says that in words only, so it is tried."""
         if error.code() is not grpc.StatusCode.UNAVAILABLE:
             return False
+        events = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(*split_target(self.target))
-        except OSError as refused:  # TimeoutError is one
-            return isinstance(refused, ConnectionRefusedError)
-        writer.close()
-        return False
+                host, port = split_target(self.target)
+                for family, kind, protocol, _, address in await events.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                    with socket.socket(family, kind, protocol) as probe, contextlib.suppress(ConnectionRefusedError):
+                        probe.setblocking(False)
+                        await events.sock_connect(probe, address)
+                        return False
+        except OSError:  # TimeoutError is one
+            return False
+        return True
 
     async def close(self) -> None:
         await self._channel.close()

@@ -145,11 +145,13 @@ def test_what_no_repeat_can_change_is_not_repeated() -> None:
     with_link(use, worker)
 
 
-def test_where_nothing_listens_the_worker_is_dead_at_once() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_where_nothing_listens_the_worker_is_dead_at_once(host: str) -> None:
     """A round in flight when the process ends is not waited for, and neither is a probe."""
     worker = Worker(hang)
 
     async def use(link: WorkerLink, server: grpc.aio.Server) -> None:
+        link = WorkerLink(f"{host}:{link.target.rpartition(':')[2]}", "s")
         call = asyncio.create_task(link.run_round(ROUND, 60))
         while not worker.round_ids:
             await asyncio.sleep(0.01)
@@ -160,6 +162,7 @@ def test_where_nothing_listens_the_worker_is_dead_at_once() -> None:
         with pytest.raises(WorkerLost) as lost:
             await link.probe()
         assert lost.value.is_death
+        await link.close()
 
     with_link(use, worker)
 
