@@ -108,7 +108,7 @@ def test_a_stopped_worker_is_left_and_rejoins(served: Served, calm: Answers) -> 
         assert {worker.worker_epoch for worker in client.server_info().workers} == epochs, (
             "the same life, a new generation"
         )
-    assert answers(run_together(served.target, REQUESTS)) == calm
+    assert answers(run_together(served.target, REQUESTS[:2])) == calm[:2]
 
 
 def test_a_killed_and_a_drained_worker_lose_nothing(served: Served, calm: Answers) -> None:
