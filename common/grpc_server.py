@@ -48,6 +48,14 @@ _SERVER_OPTIONS = [
 ]
 
 
+def _age_options(max_connection_age_s: float | None) -> list[tuple[str, int]]:
+    """A connection of this age takes no new calls, so that clients look for servers again; its calls go on."""
+    if max_connection_age_s is None:
+        return []
+    age_ms = round(max_connection_age_s * 1000)
+    return [("grpc.max_connection_age_ms", age_ms), ("grpc.max_connection_age_grace_ms", 2**31 - 1)]
+
+
 class GrpcService:
     """A server on one address. To be made and used in one running event loop.
 
@@ -64,11 +72,16 @@ class GrpcService:
         *,
         security: SecuritySettings | None = None,
         max_receive_bytes: int = MAX_MESSAGE_BYTES,
+        max_connection_age_s: float | None = None,
     ) -> None:
         security = security or SecuritySettings()
         keys = None if security.api_keys_file is None else ApiKeys(security.api_keys_file)
         self.server = grpc.aio.server(
-            options=[*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_receive_bytes)],
+            options=[
+                *_SERVER_OPTIONS,
+                ("grpc.max_receive_message_length", max_receive_bytes),
+                *_age_options(max_connection_age_s),
+            ],
             interceptors=() if keys is None else (ApiKeyInterceptor(keys),),
         )
         self._credentials = server_credentials(security)

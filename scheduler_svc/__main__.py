@@ -27,7 +27,6 @@ from scheduler_svc.workers import Link, WorkerLink
 
 WITHOUT_WORKER_GRACE_S = 10.0
 LAST_MESSAGES_S = 5.0
-FREE_ROWS_S = 1.0
 
 log = structlog.get_logger()
 
@@ -72,10 +71,15 @@ def worker_connector(settings: SchedulerSettings) -> Callable[[str, str], Link]:
 
 async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_params: dict[str, float]) -> int:
     """Serve until a signal (0) or until a round loop fails (1)."""
-    service = GrpcService(
-        settings.host, settings.port, [SERVICE_NAME], security=settings, max_receive_bytes=MAX_CLIENT_MESSAGE_BYTES
-    )
     scheduler = Scheduler(folder, settings, algorithm_params, worker_connector(settings))
+    service = GrpcService(
+        settings.host,
+        settings.port,
+        [SERVICE_NAME],
+        security=settings,
+        max_receive_bytes=MAX_CLIENT_MESSAGE_BYTES,
+        max_connection_age_s=settings.max_connection_age_s,
+    )
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(scheduler), service.server)
     port = await service.start()
     forget_garbage()
@@ -98,7 +102,7 @@ async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_para
     await scheduler.close(settings.stop_grace_s if stop.done() else 0)
     await service.stop(LAST_MESSAGES_S)
     loops.cancel()
-    await scheduler.free_rows(FREE_ROWS_S)
+    await asyncio.gather(loops, return_exceptions=True)
     return 0 if stop.done() else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import secrets
@@ -15,6 +16,7 @@ from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import resume_pb2
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
+from scheduler_svc import discovery
 from scheduler_svc.commit import OutputCommitter
 from scheduler_svc.outbox import HOLD_S, Outbox
 from scheduler_svc.queue import RequestQueue
@@ -25,9 +27,10 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.stream import Stream, live_name
 from scheduler_svc.text import TextCodec
 from scheduler_svc.validation import AlgorithmInfo, GenerateSpec, ParamInfo, Rules, check_defaults, parse_generate
-from scheduler_svc.workers import Link, WorkerLink
+from scheduler_svc.workers import Link, WorkerLink, WorkerLost
 
 CLOSE_POLL_S = 0.05
+FREE_ROWS_S = 1.0
 # So much before the client's deadline a stream ends by itself, that its last messages still arrive; half of what is
 # left when that is less.
 DEADLINE_MARGIN_S = 0.05
@@ -49,8 +52,10 @@ class Scheduler:
         algorithm_params: Mapping[str, float],
         connect: Callable[[str, str], Link] = WorkerLink,
         hold_events_s: float = HOLD_S,
+        resolve: discovery.Resolve = discovery.resolve,
     ) -> None:
-        """`connect` makes the link to a worker from its target and our scheduler id; `hold_events_s`: see Outbox."""
+        """`connect` makes the link to a worker from its target and our scheduler id; `hold_events_s`: see Outbox;
+        `resolve` gives the targets of a name."""
         self.folder = folder
         self.settings = settings
         self.scheduler_id = secrets.token_hex(8)
@@ -65,31 +70,82 @@ class Scheduler:
         self._rules: Rules | None = None
         self._editing_algorithms: set[str] = set()  # not warned of yet
         self._rules_known = asyncio.Event()
-        attempts = itertools.count(1)
+        self._connect, self._resolve = connect, resolve
+        self._attempts, self._generations = itertools.count(1), itertools.count(1)
         self.loops: list[RoundLoop] = []
+        self._driving: dict[RoundLoop, asyncio.Task[None]] = {}
         for target in settings.worker_targets:
-            self.loops.append(
-                RoundLoop(
-                    link=connect(target, self.scheduler_id),
-                    queue=self.queue,
-                    settings=settings,
-                    fingerprint=folder.fingerprint,
-                    counters=self.counters,
-                    on_info=self._check_worker,
-                    attempts=attempts,
-                    loops=self.loops,
-                )
-            )
+            self._add_loop(target)
 
     async def run(self) -> None:
         """Drive all workers; returns only by an exception, which is a bug."""
         async with asyncio.TaskGroup() as group:
+
+            def start(loop: RoundLoop) -> None:
+                self._driving[loop] = group.create_task(self._drive(loop))
+
             for loop in self.loops:
-                group.create_task(loop.run())
+                start(loop)
+            if names := self.settings.worker_names:
+                fixed = set(self.settings.worker_targets)
+                await discovery.follow(
+                    names,
+                    self.settings.resolve_interval_s,
+                    self._resolve,
+                    lambda targets: self._set_targets(fixed | targets, start),
+                )
+
+    async def _drive(self, loop: RoundLoop) -> None:
+        """A loop's life; it ends when its address was left."""
+        try:
+            await loop.run()
+        finally:
+            self.loops.remove(loop)
+            del self._driving[loop]
+            await self._free_rows(loop)
+            await loop.link.close()
+
+    async def _free_rows(self, loop: RoundLoop) -> None:
+        """At a loop's end let the worker free what it holds of ours, and not wait for the lease to run out. One that
+        does not answer in time is left to do that."""
+        if loop.is_ready:
+            with contextlib.suppress(WorkerLost, TimeoutError):
+                async with asyncio.timeout(FREE_ROWS_S):
+                    await loop.link.heartbeat(next(self._generations))
+
+    def _set_targets(self, targets: set[str], start: Callable[[RoundLoop], None]) -> None:
+        """Workers are at these addresses now. One whose address is gone is left: with its last row while it answers,
+        else at once. One that is back before that stays."""
+        for loop in self.loops:
+            is_leaving = loop.link.target not in targets
+            if is_leaving != loop.is_leaving:
+                log.info("worker_leaves" if is_leaving else "worker_stays", target=loop.link.target)
+            loop.is_leaving = is_leaving
+            if is_leaving and not loop.is_ready:
+                self._driving[loop].cancel()
+            loop.wake()
+        for target in sorted(targets - {loop.link.target for loop in self.loops}):
+            log.info("worker_joins", target=target)
+            start(self._add_loop(target))
+
+    def _add_loop(self, target: str) -> RoundLoop:
+        loop = RoundLoop(
+            link=self._connect(target, self.scheduler_id),
+            queue=self.queue,
+            settings=self.settings,
+            fingerprint=self.folder.fingerprint,
+            counters=self.counters,
+            on_info=self._check_worker,
+            attempts=self._attempts,
+            generations=self._generations,
+            loops=self.loops,
+        )
+        self.loops.append(loop)
+        return loop
 
     @property
     def has_worker(self) -> bool:
-        return any(loop.is_ready for loop in self.loops)
+        return any(loop.is_ready and not loop.is_leaving for loop in self.loops)
 
     async def submit(self, message: api.GenerateRequest, client: str = "") -> Stream:
         """Check a client's request and queue its samples; its first event is Started. Raises a ServiceError. Until a
@@ -218,18 +274,6 @@ class Scheduler:
         for stream in self.live.values():
             self.interrupt(stream, Unavailable("the scheduler is shutting down; go on at another with `resumes`"))
 
-    async def free_rows(self, limit_s: float) -> None:
-        """At the end, when the loops have stopped: let the workers free what they hold of ours, and not wait for the
-        lease to run out. One that does not answer in time is left to do that."""
-        calls = [
-            asyncio.ensure_future(loop.link.heartbeat(loop.generation + 1)) for loop in self.loops if loop.is_ready
-        ]
-        if calls:
-            _, late = await asyncio.wait(calls, timeout=limit_s)
-            for call in late:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-
     def _drop(self, stream: Stream) -> None:
         stream.held.clear()
         for sample in stream.samples:
@@ -255,6 +299,7 @@ class Scheduler:
             )
             for algorithm in info.algorithms
         }
+        others = [loop.info for loop in self.loops if loop.is_ready and loop.info is not None]
         if self._rules is None:
             self._editing_algorithms = {algorithm.name for algorithm in info.algorithms if algorithm.edits}
         rules = Rules(
@@ -263,11 +308,13 @@ class Scheduler:
             default_algorithm=self._algorithm,
             default_params=self._algorithm_params,
             algorithms=algorithms,
-            max_tokens_in_pool=info.pages.total * info.page_size,
+            max_tokens_in_pool=min(pool.pages.total * pool.page_size for pool in (info, *others)),
         )
         try:
             check_defaults(rules)
         except InvalidField as error:
+            if self._rules is not None:  # others serve them
+                raise ValueError(f"--dllm-algorithm or --dllm-algorithm-config: {error.message}") from None
             raise BadDefaults(f"--dllm-algorithm or --dllm-algorithm-config: {error.message}") from None
         self._rules = rules
         self._rules_known.set()
@@ -295,12 +342,12 @@ def _worker_state(loop: RoundLoop) -> api.WorkerState:
     return api.WorkerState(
         target=loop.link.target,
         worker_epoch=loop.epoch,
-        ready=loop.is_ready,
+        ready=loop.is_ready and not loop.is_leaving,
         rows=len(loop.running),
         max_rows=loop.info.max_running_requests if loop.info is not None else 0,
-        pages_free=loop.pages.free,
-        pages_cached=loop.pages.cached,
-        pages_held=loop.pages.held,
-        pages_total=loop.pages.total,
+        pages_free=loop.rows.pages.free,
+        pages_cached=loop.rows.pages.cached,
+        pages_held=loop.rows.pages.held,
+        pages_total=loop.rows.pages.total,
         last_error=loop.link.last_error,
     )

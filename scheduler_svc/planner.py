@@ -1,11 +1,10 @@
-"""Which rows go into the next round of a worker: who starts, and who gives up its place to whom."""
+"""What fits into a worker, and who gives up its place there to whom."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from scheduler_svc.queue import RequestQueue
 from scheduler_svc.request import Request
 
 MAX_PREEMPTIONS = 3  # of a request that is chosen while others can be
@@ -36,19 +35,6 @@ class Room:
         """The request is released by the round that is planned, before its starts."""
         self.rows += 1
         self.pages += self.pages_for(request)
-
-
-def admit(queue: RequestQueue, room: Room, num_running: int) -> list[Request]:
-    """Take from the queue, in order, the requests that start now.
-
-    The first that does not fit holds back those behind it, in its class and in lower ones, so that a long prompt is
-    never starved.
-    """
-    admitted: list[Request] = []
-    while (request := queue.first()) is not None and room.fits(request, num_running + len(admitted)):
-        room.take(request)
-        admitted.append(queue.pop())
-    return admitted
 
 
 def choose_victim(rows: Iterable[Request]) -> Request:

@@ -1,6 +1,7 @@
 """Who is next: higher classes first, first in first out within a class, bounded.
 
-Requests that lost their place go back to the front of their class. Every operation takes a time that depends on the
+Requests that lost their place go back to the front of their class. Those under suspicion (`Request.is_suspect`) wait
+beside all others until they can run alone, one after the other. Every operation takes a time that depends on the
 number of classes, not on the number of requests.
 """
 
@@ -23,6 +24,7 @@ class RequestQueue:
 
     def __init__(self, max_queued: int, on_put: Callable[[], None] = lambda: None) -> None:
         self._classes: dict[int, OrderedDict[Request, None]] = {}  # priority to its requests; never an empty one
+        self._suspects: OrderedDict[Request, None] = OrderedDict()
         self._num_waiting = 0
         self._max_queued = max_queued
         self._on_put = on_put
@@ -49,15 +51,24 @@ class RequestQueue:
         """Put requests before all others of their class, in their order. Never refused: they were admitted once."""
         for request in reversed(requests):
             self._put(request)
-            self._classes[request.priority].move_to_end(request, last=False)
+            waiting = self._suspects if request.is_suspect else self._classes[request.priority]
+            waiting.move_to_end(request, last=False)
         if requests:
             self._on_put()
 
     def _put(self, request: Request) -> None:
-        self._classes.setdefault(request.priority, OrderedDict())[request] = None
+        if request.is_suspect:
+            self._suspects[request] = None
+        else:
+            self._classes.setdefault(request.priority, OrderedDict())[request] = None
         self._num_waiting += 1
 
+    def first_suspect(self) -> Request | None:
+        """The one that runs alone next."""
+        return next(iter(self._suspects), None)
+
     def first(self) -> Request | None:
+        """The one that starts next of those that may run with others."""
         return next(iter(self._classes[max(self._classes)])) if self._classes else None
 
     def pop(self) -> Request:
@@ -69,6 +80,10 @@ class RequestQueue:
 
     def remove(self, request: Request) -> None:
         """Forget a waiting request; nothing happens if it does not wait."""
+        if request in self._suspects:
+            del self._suspects[request]
+            self._num_waiting -= 1
+            return
         waiting = self._classes.get(request.priority)
         if waiting is not None and request in waiting:
             del waiting[request]

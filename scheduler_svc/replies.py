@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from common.packing import packed_bits_size, unpack_floats, unpack_ids
+from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 
 
@@ -80,3 +81,14 @@ def read_snapshot(rows: pb.RowReplies, place: int, block_size: int) -> Snapshot:
         rows.block_first_unmask_steps[part],
         rows.block_logprobs[part],
     )
+
+
+def count_work(counters: api.SchedulerCounters, work: pb.RoundWork) -> None:
+    """Add what a round took to the scheduler's totals."""
+    counters.rounds += 1
+    counters.forwards += work.forwards
+    counters.device_ms += work.device_ms
+    counters.denoise_row_forwards += work.denoise_row_forwards
+    counters.waiting_row_forwards += work.waiting_row_forwards
+    counters.prefill_tokens += work.prefill_tokens
+    counters.allocator_calls += work.allocator_calls

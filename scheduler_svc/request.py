@@ -21,6 +21,7 @@ from scheduler_svc.stream import Stream
 from scheduler_svc.validation import GenerateSpec
 
 RowName = tuple[str, int]  # Stream.name and sample index
+DEATHS_BEFORE_SUSPICION = 2  # of workers, under a request that committed no block there
 
 
 @dataclass(eq=False)
@@ -38,6 +39,9 @@ class Request:
     sample_index: int = 0
     attempt: int = 0
     num_preemptions: int = 0
+    num_deaths: int = 0  # of workers, since it last committed a block
+    has_committed_there: bool = False  # a block, since its last start
+    prefix_keys: tuple[int, ...] | None = None  # see placement.py
     committed_ids: list[int] = field(default_factory=list)  # all generated tokens of done blocks, up to the finish
     first_unmask_steps: list[int] = field(default_factory=list)  # of those not published yet, on request
     logprobs: list[float] = field(default_factory=list)  # likewise
@@ -108,6 +112,11 @@ class Request:
         return self.spec.priority
 
     @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what ended its workers; it then runs alone until it commits a block."""
+        return self.num_deaths >= DEATHS_BEFORE_SUSPICION
+
+    @property
     def incomplete(self) -> Snapshot:
         """The block that is not done, as last reported."""
         if self._unread is not None:
@@ -132,7 +141,7 @@ class Request:
 
     def start_row(self, attempt: int) -> pb.StartRow:
         """Begin, or go on elsewhere, from the committed tokens and the incomplete block. `attempt` must rise."""
-        self.attempt = attempt
+        self.attempt, self.has_committed_there = attempt, False
         prefix = (self.spec.prompt_ids + self.committed_ids)[: self.block_index * self.block_size]
         sampling, block = self.spec.sampling, self.incomplete
         return pb.StartRow(
@@ -179,6 +188,7 @@ class Request:
         self.first_unmask_steps += block.first_unmask_steps[new]
         self.logprobs += block.logprobs[new]
         self.block_index += 1
+        self.num_deaths, self.has_committed_there = 0, True
         self._set_fresh_block([])
         if published.text or published.token_ids:
             self.stream.put(api.GenerateResponse(committed=self._committed(published)))

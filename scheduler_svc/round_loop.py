@@ -4,6 +4,10 @@ Up to `rounds_in_flight` continuing rounds are on their way at a time, and one m
 Replies are applied in the order of their rounds. When the worker is lost, its requests go to the front of their class
 with their incomplete blocks, under a new generation. So does a request that is preempted: for a row that finds no page
 for its next block, for a request of a higher class, or because this scheduler is above its allowance.
+
+A death of the worker counts against the requests that had committed no block since they started on it. Who has two
+runs alone (placement.py), and fails when a third worker dies under it. Moves for drain, preemption, a hang or a
+partition never count.
 """
 
 from __future__ import annotations
@@ -13,21 +17,26 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
 from common.errors import Internal
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
-from scheduler_svc.planner import Room, admit, choose_victim, make_way
+from scheduler_svc.placement import PrefixMemory, place
 from scheduler_svc.queue import RequestQueue
-from scheduler_svc.replies import RowReply, read_rows
-from scheduler_svc.request import Request, RowName
+from scheduler_svc.replies import RowReply, count_work, read_rows
+from scheduler_svc.request import DEATHS_BEFORE_SUSPICION, Request, RowName
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.worker_rows import WorkerRows, row_names
+from scheduler_svc.worker_watch import watch_worker
 from scheduler_svc.workers import RECONNECT_EVERY_S, Link, WorkerLost
 
 HEARTBEAT_EVERY_S = 10.0
 FULL_POLL_S = 0.25  # while requests wait for space that another scheduler may free
+ASK_EVERY_S = 1.0  # for a start that does not fit
+SILENT_S = 0.5  # with all its rounds on their way: nothing more is placed there
 
 log = structlog.get_logger()
 
@@ -42,7 +51,7 @@ class SentRound:
     reply: asyncio.Task[pb.RunRoundResponse]
 
 
-@dataclass
+@dataclass(eq=False)
 class RoundLoop:
     """Drives one worker. `on_info` hears the worker's facts at every connect; it raises ValueError to refuse them."""
 
@@ -53,34 +62,47 @@ class RoundLoop:
     counters: api.SchedulerCounters
     on_info: Callable[[pb.GetWorkerInfoResponse], None]
     attempts: Iterator[int]  # of the whole scheduler, so that no two starts of a request id are ever alike
+    generations: Iterator[int]  # likewise: one worker may be met by several loops, one after the other
     loops: list[RoundLoop] = field(default_factory=list)  # of the whole scheduler
     generation: int = 0
     epoch: str = ""
     is_ready: bool = False
+    is_leaving: bool = False  # the address is no worker's any more: start nothing there, end with the last row
     info: pb.GetWorkerInfoResponse | None = None
-    pages: pb.PageUsage = field(default_factory=pb.PageUsage)
-    running: dict[RowName, Request] = field(default_factory=dict)
-    _room: Room = field(default_factory=lambda: Room(0, 0, 1))
-    _releases: list[tuple[RowName, int]] = field(default_factory=list)
+    rows: WorkerRows = field(init=False)
+    prefixes: PrefixMemory = field(default_factory=PrefixMemory)  # of its present life
     _in_flight: deque[SentRound] = field(default_factory=deque)
-    _last_round_id: int = 0
     _acked_round_id: int = 0
-    _preempting_round_id: int = 0  # the last one that releases a preempted row
     _heard_at: float = 0.0
     _telling: set[asyncio.Task[None]] = field(default_factory=set)  # releases on their way beside the rounds
-    _asks: bool = False  # a start is due that does not fit, so that the worker shares evenly
+    _asked_at: float = float("-inf")
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def __post_init__(self) -> None:
+        self.rows = WorkerRows(self.queue, self.counters)
+
+    @property
+    def running(self) -> dict[RowName, Request]:
+        """Our rows there, by name."""
+        return self.rows.running
+
     async def run(self) -> None:
-        """Connect and serve, for ever; a lost worker is connected again."""
-        while True:
+        """Connect and serve until the address is left; a lost worker is connected again."""
+        while not self.is_leaving:
             await self._connect()
             try:
                 await self._serve()
             except WorkerLost as lost:
-                log.warning("worker_lost", target=self.link.target, worker_epoch=self.epoch, reason=str(lost))
-                await self._requeue_all()
+                log.warning(
+                    "worker_lost",
+                    target=self.link.target,
+                    worker_epoch=self.epoch,
+                    reason=str(lost),
+                    is_death=lost.is_death,
+                )
+                await self._requeue_all(lost.is_death)
                 await asyncio.sleep(RECONNECT_EVERY_S)
+        self.is_ready = False
 
     def wake(self) -> None:
         """Something may have changed: a request came, or one is to be released."""
@@ -89,9 +111,7 @@ class RoundLoop:
     def release(self, request: Request) -> None:
         """Free the request's row with the next round, which ends the running one at its next boundary; a lockstep round
         goes on without the row."""
-        if self.running.get(request.name) is request:  # not a later one of the same name
-            del self.running[request.name]
-            self._releases.append((request.name, request.attempt))
+        if self.rows.release(request):
             self.wake()
             if self._in_flight and not self.settings.dllm_fdfo:
                 telling = asyncio.create_task(self._tell([(request.name, request.attempt)]))
@@ -105,60 +125,111 @@ class RoundLoop:
         except WorkerLost as lost:
             log.warning("release_not_told", target=self.link.target, reason=str(lost))
 
+    # What placement asks ----------------------------------------------------------------------------------------
+
+    @property
+    def takes_new(self) -> bool:
+        return self.is_ready and not self.is_leaving and not self.rows.is_isolating
+
+    def has_room_for(self, request: Request) -> bool:
+        """Whether it could start here, with a round that is not far: in FDFO the next boundary, unless the worker has
+        not said anything for long; in SYNC now."""
+        return self.takes_new and self.rows.fits(request) and (not self._in_flight or self._is_quick())
+
+    def _is_quick(self) -> bool:
+        can_send = len(self._in_flight) <= self.settings.rounds_in_flight
+        return self.settings.dllm_fdfo and (can_send or self._now() - self._heard_at < SILENT_S)
+
+    def start(self, request: Request) -> None:
+        """Start it with the next round."""
+        self.rows.place(request)
+        self.wake()
+
+    def isolate(self, suspect: Request) -> None:
+        """Start it with the next round, alone: all our other rows here make way."""
+        log.warning("request_isolated", request_id=suspect.name[0], target=self.link.target, deaths=suspect.num_deaths)
+        self.rows.isolate(suspect)
+        self.wake()
+
+    # Connect and serve ------------------------------------------------------------------------------------------
+
     async def _connect(self) -> None:
         while True:
             info = await self.link.get_info()
-            try:
-                self.on_info(info)
-            except ValueError as error:
-                self.link.last_error = str(error)
-                log.error("worker_refused", target=self.link.target, reason=str(error))
-            else:
-                if not info.draining:
-                    break
-                self.link.last_error = "the worker is draining"
+            reason = self._why_not(info)
+            if not reason:
+                break
+            if reason != self.link.last_error:
+                log.error("worker_refused", target=self.link.target, reason=reason)
+            self.link.last_error = reason
             await asyncio.sleep(RECONNECT_EVERY_S)
-        self.info, self.epoch, self.pages = info, info.worker_epoch, info.pages
-        self.generation += 1
-        self._last_round_id = self._acked_round_id = self._preempting_round_id = 0
-        self._releases.clear()
-        self._room = Room(info.max_running_requests, info.pages.free, info.page_size)
+        if info.worker_epoch != self.epoch:
+            self.prefixes = PrefixMemory(info.pages.total * info.page_size // info.block_size)
+        self.info, self.epoch = info, info.worker_epoch
+        self.generation = next(self.generations)
+        self._acked_round_id = 0
+        self.rows.connect(info)
         self.is_ready, self.link.last_error = True, ""
         log.info("worker_connected", target=self.link.target, worker_epoch=self.epoch, generation=self.generation)
 
-    async def _serve(self) -> None:
-        await self._heartbeat()  # drops what an older generation left there
-        while True:
-            self._wake.clear()
-            with self._own_time():
-                while self._send_next():
-                    pass
-            if self._in_flight:
-                woken = asyncio.create_task(self._wake.wait())
-                await asyncio.wait({woken, self._in_flight[0].reply}, return_when=asyncio.FIRST_COMPLETED)
-                woken.cancel()
-                if self._in_flight[0].reply.done():
-                    sent = self._in_flight.popleft()
-                    with self._own_time():
-                        self._apply(sent, sent.reply.result())
-            else:
-                await self._idle()
-
-    async def _idle(self) -> None:
-        """Wait for work; keep the lease, and look for space while requests wait for it."""
-        period_s = FULL_POLL_S if len(self.queue) else HEARTBEAT_EVERY_S
+    def _why_not(self, info: pb.GetWorkerInfoResponse) -> str:
+        """Why this worker is not to be used; empty if it is."""
+        if info.draining:
+            return "the worker is draining"
+        for loop in self.loops:
+            if loop is not self and loop.is_ready and loop.epoch == info.worker_epoch:
+                return f"the same worker as {loop.link.target}"  # two generations at once would end each other
         try:
-            async with asyncio.timeout_at(self._heard_at + period_s):
-                await self._wake.wait()
-        except TimeoutError:
+            self.on_info(info)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    async def _serve(self) -> None:
+        """Rounds until the address is left and the last row has ended."""
+        await self._heartbeat()  # drops what an older generation left there
+        watch = asyncio.create_task(
+            watch_worker(self.link, self.epoch, lambda: bool(self._in_flight), self.settings.hang_timeout_s / 2)
+        )
+        try:
+            while not self._has_left():
+                self._wake.clear()
+                with self._own_time():
+                    while self._send_next():
+                        pass
+                await self._next_event(watch)
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    def _has_left(self) -> bool:
+        return self.is_leaving and not (self.rows.num_rows or self.rows.releases or self._in_flight)
+
+    async def _next_event(self, watch: asyncio.Task[None]) -> None:
+        """Wait until woken or for the oldest reply, and apply it. An idle loop keeps its lease, and looks for space
+        while requests wait for it."""
+        reply = self._in_flight[0].reply if self._in_flight else None
+        idle_s = None
+        if reply is None:
+            idle_s = max(0.0, self._heard_at + (FULL_POLL_S if len(self.queue) else HEARTBEAT_EVERY_S) - self._now())
+        woken = asyncio.create_task(self._wake.wait())
+        waits: set[asyncio.Task[Any]] = {woken, watch} if reply is None else {woken, watch, reply}
+        done, _ = await asyncio.wait(waits, timeout=idle_s, return_when=asyncio.FIRST_COMPLETED)
+        woken.cancel()
+        if reply in done:
+            sent = self._in_flight.popleft()
+            with self._own_time():
+                self._apply(sent, sent.reply.result())
+        if watch in done:
+            watch.result()
+        if not done:
             await self._heartbeat()
-            self._asks = bool(len(self.queue))
 
     async def _heartbeat(self) -> None:
         """Renew the lease and learn what is free. Raises WorkerLost for a worker that restarted or drains."""
         heartbeat = await self.link.heartbeat(self.generation)
         if heartbeat.worker_epoch != self.epoch:
-            raise WorkerLost(f"restarted: its epoch is {heartbeat.worker_epoch}")
+            raise WorkerLost(f"restarted: its epoch is {heartbeat.worker_epoch}", is_death=True)
         if heartbeat.draining:
             raise WorkerLost("the worker is draining")
         self._update_room(heartbeat.pages, heartbeat.allowance)
@@ -167,63 +238,54 @@ class RoundLoop:
 
     def _send_next(self) -> bool:
         """Send a round if one is due."""
-        is_fdfo, num_in_flight = self.settings.dllm_fdfo, len(self._in_flight)
+        is_fdfo, num_in_flight, rows = self.settings.dllm_fdfo, len(self._in_flight), self.rows
         # A round that waits at the worker is next at a boundary in FDFO. In SYNC it would wait for a whole round, and
         # keep out what arrives meanwhile.
         limit = self.settings.rounds_in_flight if is_fdfo else 1
         if num_in_flight >= limit + is_fdfo:
             return False
-        free_before = self._room.pages
-        starting = self._starts()
-        changes = bool(starting or self._releases)
-        if not changes and (num_in_flight == limit or not self.running):
+        self._start_more()
+        changes = bool(rows.placed or rows.releases)
+        if not changes and (num_in_flight == limit or not rows.running):
             return False
-        continuing = list(self.running.values())
+        starting, continuing = list(rows.placed), list(rows.running.values())
         request = self._round_message(starting, continuing)
-        self._last_round_id += 1
-        self._releases.clear()
-        self.running.update((row.name, row) for row in starting)
-        rows = [(row, row.attempt) for row in starting + continuing]
+        num_taken_pages = rows.send()
+        sent_rows = [(row, row.attempt) for row in starting + continuing]
         reply = asyncio.create_task(self._run_round(request))
-        self._in_flight.append(SentRound(self._last_round_id, rows, free_before - self._room.pages, reply))
+        self._in_flight.append(SentRound(request.round_id, sent_rows, num_taken_pages, reply))
         log.debug("round_sent", round_id=request.round_id, starts=len(starting), continues=len(continuing))
         return True
 
-    def _starts(self) -> list[Request]:
-        """Who starts now. A request that does not fit, here or at another worker, takes the place of lower classes."""
-        starting = admit(self.queue, self._room, len(self.running))
+    def _start_more(self) -> None:
+        """Place what fits, here and elsewhere. A request that fits nowhere takes the place of lower classes here."""
+        place(self.queue, self.loops)
+        if not self.takes_new:
+            return
         while (first := self.queue.first()) is not None and not self._fits_elsewhere(first):
-            victims = make_way(first, self._room, self.running.values(), len(self.running) + len(starting))
-            if not victims:
+            if not self.rows.make_way(first):
                 break
-            for victim in victims:
-                self._room.give_back(victim)
-                self._preempt(victim)
-            starting += admit(self.queue, self._room, len(self.running) + len(starting))
-        if self._asks and len(self.queue) and not (self.running or starting):
-            starting = [self.queue.pop()]
-            self._room.take(starting[0])
-        self._asks = False
-        return starting
+            place(self.queue, self.loops)
+        self._ask()
+
+    def _ask(self) -> None:
+        """While a request waits and other schedulers hold more here than we do, send a start that does not fit, now and
+        then: the refusal is what makes the worker share evenly."""
+        request = self.queue.first() or (self.queue.first_suspect() if not self.running else None)
+        if request is None or self.rows.placed or not self.rows.others_hold_more:
+            return
+        if self._now() - self._asked_at >= ASK_EVERY_S:
+            self._asked_at = self._now()
+            self.queue.remove(request)
+            self.rows.place(request)
 
     def _fits_elsewhere(self, request: Request) -> bool:
-        others = (loop for loop in self.loops if loop is not self and loop.is_ready)
-        return any(loop._room.fits(request, len(loop.running)) for loop in others)
-
-    def _preempt(self, request: Request) -> None:
-        """Release a running row with the next round; it goes on later, from its last snapshot."""
-        self.release(request)
-        self._preempting_round_id = self._last_round_id + 1
-        request.num_preemptions += 1
-        self.counters.preemptions += 1
-        self.queue.push_front([request])
-        log.debug("request_preempted", request_id=request.name[0], sample_index=request.name[1])
+        return any(loop is not self and loop.takes_new and loop.rows.fits(request) for loop in self.loops)
 
     async def _run_round(self, request: pb.RunRoundRequest) -> pb.RunRoundResponse:
-        clock = asyncio.get_running_loop().time
-        sent_at = clock()
+        sent_at = self._now()
         reply = await self.link.run_round(request, self._timeout_s())
-        self.counters.round_trip_ms += (clock() - sent_at) * 1000
+        self.counters.round_trip_ms += (self._now() - sent_at) * 1000
         return reply
 
     def _round_message(self, starting: list[Request], continuing: list[Request]) -> pb.RunRoundRequest:
@@ -232,12 +294,12 @@ class RoundLoop:
             generation=self.generation,
             worker_epoch=self.epoch,
             fingerprint=self.fingerprint,
-            round_id=self._last_round_id + 1,
+            round_id=self.rows.last_round_id + 1,
             acked_round_id=self._acked_round_id,
             mode=pb.MODE_FDFO if self.settings.dllm_fdfo else pb.MODE_SYNC,
             max_forwards=self.settings.max_forwards,
             max_round_ms=self.settings.max_round_ms,
-            releases=row_names(self._releases),
+            releases=row_names(self.rows.releases),
             starts=[request.start_row(next(self.attempts)) for request in starting],
             continues=row_names([(row.name, row.attempt) for row in continuing]),
         )
@@ -253,7 +315,8 @@ class RoundLoop:
     def _apply(self, sent: SentRound, reply: pb.RunRoundResponse) -> None:
         """Everything a reply says, in the order of its rows."""
         self._acked_round_id = sent.round_id
-        self._count(reply)
+        self.rows.num_sent_pages -= sent.num_taken_pages
+        count_work(self.counters, reply.work)
         assert self.info is not None
         back: list[Request] = []
         stuck: list[Request] = []
@@ -274,8 +337,8 @@ class RoundLoop:
         self._update_room(reply.pages, reply.allowance)
         if reply.draining:
             raise WorkerLost("the worker is draining")
-        self._find_pages(stuck, sent.round_id)
-        self._keep_to(reply.allowance)
+        self.rows.find_pages(stuck, sent.round_id)
+        self.rows.keep_to_allowance()
 
     def _is_running(self, request: Request) -> bool:
         """Whether the request runs here and is wanted; one that ended elsewhere, with its stream, is released."""
@@ -307,94 +370,55 @@ class RoundLoop:
             self._fail(request, Internal(f"{pb.RowStatus.Name(status)}: {row.error}"))
 
     def _fail(self, request: Request, error: Internal) -> None:
-        """End the whole stream; its samples at other workers are released with their next reply."""
+        """End the whole stream, wherever its samples are."""
         stream = request.stream
         stream.fail(error)
         stream.held.clear()
         for sample in stream.samples:
             self.queue.remove(sample)
-            self.release(sample)
-
-    def _find_pages(self, stuck: list[Request], round_id: int) -> None:
-        """For each row that found no page for its next block, and for which none became free: a row of its class or a
-        lower one is preempted, perhaps itself. Where it stays, the next round tries again.
-
-        What a round says that was sent before the last preempted row was released is no longer so.
-        """
-        if round_id < self._preempting_round_id:
-            return
-        free = self._free_pages()
-        for row in sorted(stuck, key=lambda row: -row.priority):
-            if row.name not in self.running:
-                continue
-            if free < 1:
-                victim = choose_victim(other for other in self.running.values() if other.priority <= row.priority)
-                self._preempt(victim)
-                if victim is row:
-                    continue
-                free += self._room.pages_for(victim)
-            free -= 1
-
-    def _keep_to(self, allowance: pb.Allowance) -> None:
-        """Preempt down to the allowance, but for one row. Each may be without the last page that we count for it."""
-        while (num_rows := len(self.running)) > 1 and (
-            num_rows > allowance.rows or self._own_pages() - num_rows > allowance.pages
-        ):
-            self._preempt(choose_victim(self.running.values()))
+            for loop in self.loops:
+                loop.release(sample)
 
     def _update_room(self, pages: pb.PageUsage, allowance: pb.Allowance) -> None:
-        """What is free for us now, less what the starts in flight will take."""
-        self.pages = pages
-        self._heard_at = asyncio.get_running_loop().time()
-        self._room = Room(
-            rows=allowance.rows - len(self.running),
-            pages=min(self._free_pages(), allowance.pages - self._own_pages()),
-            page_size=self._room.page_size,
-        )
-
-    def _free_pages(self) -> int:
-        return self.pages.free + self.pages.cached - sum(sent.num_taken_pages for sent in self._in_flight)
-
-    def _own_pages(self) -> int:
-        """Pages that our rows hold; a page that several share is counted for each, but never more than are held."""
-        return min(self.pages.held, sum(map(self._room.pages_for, self.running.values())))
+        self._heard_at = self._now()
+        self.rows.update(pages, allowance)
 
     @contextlib.contextmanager
     def _own_time(self) -> Iterator[None]:
         """Count what is done inside as the scheduler's host time."""
-        clock = asyncio.get_running_loop().time
-        started_at = clock()
+        started_at = self._now()
         try:
             yield
         finally:
-            self.counters.host_ms += (clock() - started_at) * 1000
+            self.counters.host_ms += (self._now() - started_at) * 1000
 
-    def _count(self, reply: pb.RunRoundResponse) -> None:
-        counters, work = self.counters, reply.work
-        counters.rounds += 1
-        counters.forwards += work.forwards
-        counters.device_ms += work.device_ms
-        counters.denoise_row_forwards += work.denoise_row_forwards
-        counters.waiting_row_forwards += work.waiting_row_forwards
-        counters.prefill_tokens += work.prefill_tokens
-        counters.allocator_calls += work.allocator_calls
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
-    async def _requeue_all(self) -> None:
+    async def _requeue_all(self, is_death: bool) -> None:
         """The worker is lost: everything it ran starts anew from what we hold."""
         self.is_ready = False
-        for sent in self._in_flight:
-            sent.reply.cancel()
-        await asyncio.gather(*(sent.reply for sent in self._in_flight), return_exceptions=True)
-        self._in_flight.clear()
+        in_flight, self._in_flight = [sent.reply for sent in self._in_flight], deque()
         self.counters.restarts += len(self.running)
-        self.queue.push_front(list(self.running.values()))
-        self.running.clear()
+        started = list(self.running.values())
+        requests = self.rows.take_all()
+        if is_death:
+            for request in started:
+                self._count_death(request)
+        self.queue.push_front([request for request in requests if not request.is_finished])
+        for loop in self.loops:  # what we had room for may have to go elsewhere
+            loop.wake()
+        for reply in in_flight:
+            reply.cancel()
+        await asyncio.gather(*in_flight, return_exceptions=True)
 
-
-def row_names(rows: list[tuple[RowName, int]]) -> pb.RowNames:
-    """Columns for rows with their attempts."""
-    return pb.RowNames(
-        request_ids=[request_id for (request_id, _), _ in rows],
-        sample_indexes=[sample_index for (_, sample_index), _ in rows],
-        attempts=[attempt for _, attempt in rows],
-    )
+    def _count_death(self, request: Request) -> None:
+        """The worker died under the request."""
+        if request.has_committed_there or request.is_finished:
+            return
+        request.num_deaths += 1
+        if request.num_deaths > DEATHS_BEFORE_SUSPICION:
+            log.error("request_ends_workers", request_id=request.name[0], deaths=request.num_deaths)
+            message = f"{request.num_deaths} workers died under the request before its next block, the last time alone"
+            self._fail(request, Internal(message))

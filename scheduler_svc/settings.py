@@ -8,12 +8,33 @@ from pathlib import Path
 from common.security_settings import SecuritySettings
 from common.settings import setting
 
+NAME_PREFIX = "dns:///"
+
+
+def split_target(target: str) -> tuple[str, int]:
+    """Host (without the brackets of IPv6) and port of host:port. Raises ValueError."""
+    host, _, port = target.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""  # an IPv6 address without brackets, or one colon too many
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{target!r} is not host:port")
+    return host, int(port)
+
 
 def _check_workers(text: str) -> None:
-    for target in text.split(","):
-        host, _, port = target.strip().rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"{target!r} is not host:port; several are separated by commas")
+    targets = [target.strip() for target in text.split(",")]
+    for target in targets:
+        try:
+            split_target(target.removeprefix(NAME_PREFIX))
+        except ValueError:
+            raise ValueError(
+                f"{target!r} is not host:port nor {NAME_PREFIX}name:port; several are separated by commas, and an IPv6 "
+                f"address stands in brackets"
+            ) from None
+    if len(set(targets)) < len(targets):
+        raise ValueError("an address is named twice")
 
 
 def _check_not_empty(text: str) -> None:
@@ -32,7 +53,20 @@ class SchedulerSettings(SecuritySettings):
     host: str = setting("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS")
     port: int = setting(50051, help="port to listen on; 0 takes a free one", metavar="PORT", minimum=0, maximum=65535)
     workers: str = setting(
-        "127.0.0.1:50052", help="the workers, separated by commas", metavar="HOST:PORT,...", check=_check_workers
+        "127.0.0.1:50052",
+        help="the workers, separated by commas; dns:///name:port stands for all addresses that the name has now",
+        metavar="HOST:PORT,...",
+        check=_check_workers,
+    )
+    resolve_interval_s: float = setting(
+        5.0, help="seconds between two looks at the names in --workers", metavar="SECONDS", minimum=0.1
+    )
+    max_connection_age_s: float = setting(
+        300.0,
+        help="seconds after which a client is told to connect anew, so that it sees new schedulers; its streams go on",
+        metavar="SECONDS",
+        minimum=0.1,
+        maximum=1_000_000,
     )
     context_length: int | None = setting(
         None, help="tokens of prompt and output together; default: what the model says", metavar="TOKENS", minimum=1
@@ -117,5 +151,14 @@ class SchedulerSettings(SecuritySettings):
 
     @property
     def worker_targets(self) -> tuple[str, ...]:
-        """The workers, one host:port each."""
-        return tuple(target.strip() for target in self.workers.split(","))
+        """The workers with a fixed address, host:port each."""
+        return tuple(target for target in self._workers if not target.startswith(NAME_PREFIX))
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """The names that are resolved again and again, host:port each."""
+        return tuple(target.removeprefix(NAME_PREFIX) for target in self._workers if target.startswith(NAME_PREFIX))
+
+    @property
+    def _workers(self) -> list[str]:
+        return [target.strip() for target in self.workers.split(",")]

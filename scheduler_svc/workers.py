@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,11 +18,24 @@ from common.errors import ServiceError, refusal_reason
 from common.grpc_server import MAX_MESSAGE_BYTES
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
+from scheduler_svc.settings import split_target
 
 REPEAT_FOR_S = 3.0
 REPEAT_EVERY_S = 0.1
 INFO_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 2.0
 RECONNECT_EVERY_S = 0.25
+
+# What may be the fault of the way to the worker; with any other status a repeat would end like the call.
+REPEATED = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.INTERNAL,
+    }
+)
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -28,6 +43,9 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # A link to an address that was left and came back does not wait out the back-off of the former one.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
 )
 
 T = TypeVar("T")
@@ -35,7 +53,15 @@ log = structlog.get_logger()
 
 
 class WorkerLost(Exception):
-    """What this worker held of ours is void: our requests start anew, here or elsewhere."""
+    """What this worker held of ours is void: our requests start anew, here or elsewhere.
+
+    `is_death`: its process has certainly ended, since another epoch answers or nothing listens at its address. A worker
+    that hangs cannot be told from one that cannot be reached, so neither is a death.
+    """
+
+    def __init__(self, reason: str, is_death: bool = False) -> None:
+        super().__init__(reason)
+        self.is_death = is_death
 
 
 class Link(Protocol):
@@ -49,6 +75,8 @@ class Link(Protocol):
     async def run_round(self, request: pb.RunRoundRequest, timeout_s: float) -> pb.RunRoundResponse: ...
     async def release(self, generation: int, rows: pb.RowNames) -> None: ...
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse: ...
+    async def probe(self) -> pb.GetWorkerInfoResponse: ...
+    async def close(self) -> None: ...
 
 
 class WorkerLink:
@@ -78,33 +106,70 @@ class WorkerLink:
             await asyncio.sleep(RECONNECT_EVERY_S)
 
     async def run_round(self, request: pb.RunRoundRequest, timeout_s: float) -> pb.RunRoundResponse:
-        """The round's reply. After a lost reply the same round is repeated for 3 s; raises WorkerLost after that,
-        at once when the worker refuses, and at once when it hangs (the deadline)."""
-        return await self._repeat(lambda: self._connection.stub.RunRound(request, timeout=timeout_s))
+        """The round's reply. After a failure (the deadline too) the same round is repeated for 3 s; raises WorkerLost
+        after that, and at once when the worker refuses or is dead."""
+        return await self._repeat(lambda limit_s: self._connection.stub.RunRound(request, timeout=limit_s), timeout_s)
 
     async def release(self, generation: int, rows: pb.RowNames) -> None:
-        """Free rows at the next boundary, beside the rounds."""
+        """Free rows at the next boundary, beside the rounds. Fails as `run_round` does."""
         request = pb.ReleaseRequestsRequest(scheduler_id=self.scheduler_id, generation=generation, rows=rows)
-        await self._repeat(lambda: self._connection.stub.ReleaseRequests(request, timeout=INFO_TIMEOUT_S))
+        await self._repeat(
+            lambda limit_s: self._connection.stub.ReleaseRequests(request, timeout=limit_s), INFO_TIMEOUT_S
+        )
 
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
+        """What is free now; renews the lease. Fails as `run_round` does."""
         request = pb.HeartbeatRequest(scheduler_id=self.scheduler_id, generation=generation)
-        return await self._repeat(lambda: self._connection.stub.Heartbeat(request, timeout=INFO_TIMEOUT_S))
+        return await self._repeat(
+            lambda limit_s: self._connection.stub.Heartbeat(request, timeout=limit_s), INFO_TIMEOUT_S
+        )
 
-    async def _repeat(self, call: Callable[[], Awaitable[T]]) -> T:
-        first_failure_at: float | None = None
+    async def probe(self) -> pb.GetWorkerInfoResponse:
+        """The worker's facts, asked once, and renewing no lease. Raises WorkerLost when no answer comes in time."""
+        try:
+            info: pb.GetWorkerInfoResponse = await self._connection.stub.GetWorkerInfo(
+                pb.GetWorkerInfoRequest(), timeout=PROBE_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            self.last_error = f"{error.code().name}: {error.details()}"
+            raise WorkerLost(self.last_error, is_death=await self._is_gone(error)) from error
+        return info
+
+    async def _repeat(self, call: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
+        give_up_at: float | None = None
         while True:
             try:
-                return await call()
+                return await call(timeout_s)
             except grpc.aio.AioRpcError as error:
-                reason = refusal_reason(error)
+                reason, now = refusal_reason(error), time.monotonic()
                 self.last_error = f"{reason or error.code().name}: {error.details()}"
-                now = time.monotonic()
-                first_failure_at = now if first_failure_at is None else first_failure_at
-                lost_connection = error.code() is grpc.StatusCode.UNAVAILABLE and reason is None
-                if not lost_connection or now - first_failure_at > REPEAT_FOR_S:
+                if reason is not None:
+                    raise WorkerLost(self.last_error, is_death=reason == "EPOCH_CHANGED") from error
+                if await self._is_gone(error):
+                    raise WorkerLost(self.last_error, is_death=True) from error
+                give_up_at = now + REPEAT_FOR_S if give_up_at is None else give_up_at
+                if error.code() not in REPEATED or now >= give_up_at:
                     raise WorkerLost(self.last_error) from error
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # a second wait of the whole would be too long
+                    timeout_s = give_up_at - now
                 await asyncio.sleep(REPEAT_EVERY_S)
+
+    async def _is_gone(self, error: grpc.aio.AioRpcError) -> bool:
+        """Whether nothing listens at the address any more. gRPC says that in words only, so it is tried."""
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            return False
+        events = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                host, port = split_target(self.target)
+                for family, kind, protocol, _, address in await events.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                    with socket.socket(family, kind, protocol) as probe, contextlib.suppress(ConnectionRefusedError):
+                        probe.setblocking(False)
+                        await events.sock_connect(probe, address)
+                        return False
+        except OSError:  # TimeoutError is one
+            return False
+        return True
 
     async def close(self) -> None:
         await self._connection.close()

@@ -22,6 +22,7 @@ from worker_svc import simulated
 from worker_svc.attention import ATTENTION_BACKENDS
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
+from worker_svc.fault_hook import loop_type
 from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner, TorchModelRunner
 from worker_svc.models.loading import CheckpointError, load_model
@@ -31,6 +32,7 @@ from worker_svc.warm_up import warm_up
 
 DEFAULT_MAX_TOTAL_TOKENS = 65_536
 DRAIN_GRACE_S = 10.0
+DRAIN_LINGER_S = 0.2  # rounds that are on their way are told that the worker drains; a closed port looks like a crash
 PROGRESS_EVERY_S = 2.0
 # The device thread comes back from a forward and wants the interpreter from the gRPC thread; the usual 5 ms is long.
 SWITCH_INTERVAL_S = 0.0005
@@ -102,7 +104,7 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
     config = loop_config(folder, settings)
     started_at = time.monotonic()
     runner = load_runner(folder, settings)
-    loop = DenoiseLoop(runner, config, time.monotonic)
+    loop = loop_type(os.environ)(runner, config, time.monotonic)
     warm_up(loop)
     log.info(
         "model_ready",
@@ -138,6 +140,7 @@ async def serve(settings: WorkerSettings, folder: ModelFolder, loop: DenoiseLoop
         return 1
     log.info("draining")
     await executor.call(DenoiseLoop.drain)
+    await asyncio.sleep(DRAIN_LINGER_S)
     await service.stop(DRAIN_GRACE_S)
     executor.stop()
     log.info("stopped")

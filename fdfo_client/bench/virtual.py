@@ -74,6 +74,7 @@ class LoopLink:
             context_length=config.context_length,
             max_running_requests=config.num_slots,
             pages=page_usage_message(self.loop.pool.usage()),
+            draining=self.loop.draining,
             algorithms=algorithm_infos(),
         )
         await asyncio.sleep(self._delay_s)
@@ -101,7 +102,7 @@ class LoopLink:
         except TimeoutError:
             raise WorkerLost(f"no reply within {timeout_s:g} s") from None
         if isinstance(outcome, ServiceError):
-            raise WorkerLost(str(outcome))
+            raise WorkerLost(str(outcome), isinstance(outcome, Refused) and outcome.reason == "EPOCH_CHANGED")
         return pb.RunRoundResponse.FromString(outcome.SerializeToString())
 
     async def release(self, generation: int, rows: pb.RowNames) -> None:
@@ -122,9 +123,16 @@ class LoopLink:
             worker_epoch=self.loop.epoch,
             pages=page_usage_message(self.loop.pool.usage()),
             allowance=self.loop.allowance(session),
+            draining=self.loop.draining,
         )
         await asyncio.sleep(self._delay_s)
         return answer
+
+    async def probe(self) -> pb.GetWorkerInfoResponse:
+        return await self.get_info()
+
+    async def close(self) -> None:
+        pass
 
 
 async def run_device(link: LoopLink, time_line: TimeLine) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,6 +113,39 @@ def test_messages_above_the_default_limit_pass() -> None:
         assert await call(sent) == sent
 
     _with_service(use)
+
+
+def test_an_old_connection_takes_no_new_call_and_cuts_no_stream() -> None:
+    """Calls go to new connections again and again; a stream that began on the first one lives on to its end."""
+
+    class Slow(grpc.GenericRpcHandler):
+        """/test.Slow/Call sends who calls, every 50 ms, as long as it is asked to."""
+
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+            async def call(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+                for _ in range(int(request)):
+                    yield context.peer().encode()
+                    await asyncio.sleep(0.05)
+
+            return grpc.unary_stream_rpc_method_handler(call)
+
+    async def run() -> None:
+        service = GrpcService("127.0.0.1", 0, [NAME], max_connection_age_s=0.2)
+        service.server.add_generic_rpc_handlers((Slow(),))
+        port = await service.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call: Any = channel.unary_stream("/test.Slow/Call")
+            long_stream = call(b"16")
+            first = await long_stream.read()
+            peers = {first}
+            for _ in range(12):
+                peers |= {peer async for peer in call(b"1")}
+            assert len(peers) >= 3
+            rest = [await long_stream.read() for _ in range(16)]
+            assert rest == [first] * 15 + [grpc.aio.EOF]
+        await service.stop(0)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

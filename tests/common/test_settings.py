@@ -117,10 +117,13 @@ def test_flags_of_the_services_are_field_names(cls: type[SchedulerSettings] | ty
 
 
 def test_workers_of_a_scheduler() -> None:
-    """--workers takes one or several host:port, and nothing else."""
+    """--workers takes host:port and names of DNS, one or several, and nothing else."""
     several = parse_settings(SchedulerSettings, ["--model-path", "m", "--workers", "a:1, [::1]:65535"])
-    assert several.worker_targets == ("a:1", "[::1]:65535")
-    for wrong in ("", "a", "a:", ":1", "a:0", "a:65536", "a:1,", "a:x"):
+    assert (several.worker_targets, several.worker_names) == (("a:1", "[::1]:65535"), ())
+    mixed = parse_settings(SchedulerSettings, ["--model-path", "m", "--workers", "dns:///b.c:2,a:1"])
+    assert (mixed.worker_targets, mixed.worker_names) == (("a:1",), ("b.c:2",))
+    names = ("dns:///a", "dns://a:1", "dns:///:1", "dns://8.8.8.8/a:1", "dns:a:1")
+    for wrong in ("", "a", "a:", ":1", "a:0", "a:65536", "a:1,", "a:x", "::1:1", "a:1,a:1", *names):
         with pytest.raises(SystemExit):
             parse_settings(SchedulerSettings, ["--model-path", "m", f"--workers={wrong}"])
 

@@ -13,6 +13,7 @@ from common.model_folder import read_model_folder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo_client.bench.virtual import LoopLink
+from fdfo_client.bench.virtual_time import run_virtually
 from scheduler_svc.core import Scheduler
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.stream import Stream
@@ -23,14 +24,15 @@ from worker_svc.kv.store import KVStore
 from worker_svc.model_runner import ForwardInput
 
 EVENT_LOOP_PASSES_A_FORWARD = 12
+FORWARD_S = 0.05
 FOLDER = dataclasses.replace(read_model_folder("models/tiny-llada2"), fingerprint="scripted", context_length=1024)
 
 
 class InMemoryLink(LoopLink):
     """A link to a worker that a test can kill. It keeps what went over it."""
 
-    def __init__(self, loop: DenoiseLoop, scheduler_id: str, context_length: int) -> None:
-        super().__init__(loop, "memory", scheduler_id)
+    def __init__(self, loop: DenoiseLoop, scheduler_id: str, context_length: int, target: str = "memory") -> None:
+        super().__init__(loop, target, scheduler_id)
         self.context_length = context_length
         self.is_dead = False
         self.requests: list[pb.RunRoundRequest] = []
@@ -43,13 +45,18 @@ class InMemoryLink(LoopLink):
         info.context_length = self.context_length
         return info
 
+    async def probe(self) -> pb.GetWorkerInfoResponse:
+        if self.is_dead:
+            raise WorkerLost("dead", is_death=True)
+        return await super().get_info()
+
     async def run_round(self, request: pb.RunRoundRequest, timeout_s: float) -> pb.RunRoundResponse:
         self.requests.append(request)
         call = asyncio.create_task(super().run_round(request, timeout_s))
         try:
             while not call.done():
                 if self.is_dead:
-                    raise WorkerLost("dead")
+                    raise WorkerLost("dead", is_death=True)
                 await asyncio.sleep(0)
             self.replies.append(call.result())
             return call.result()
@@ -63,7 +70,7 @@ class InMemoryLink(LoopLink):
 
     async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
         if self.is_dead:
-            raise WorkerLost("dead")
+            raise WorkerLost("dead", is_death=True)
         return await super().heartbeat(generation)
 
     async def drive(self) -> None:
@@ -75,19 +82,70 @@ class InMemoryLink(LoopLink):
                 await asyncio.sleep(0)
 
 
-class Bench:
-    """A scheduler and its workers, for the time of one test."""
+class TimedLink(InMemoryLink):
+    """A link for `play_timed`: a forward takes FORWARD_S of a clock that jumps. A test can stop the worker for a time:
+    it takes what comes and answers nothing."""
 
-    def __init__(self, *loops: DenoiseLoop, **settings: object) -> None:
+    is_stopped = False
+
+    def stop(self, is_stopped: bool = True) -> None:
+        self.is_stopped = is_stopped
+
+    async def get_info(self) -> pb.GetWorkerInfoResponse:
+        while self.is_stopped or self.is_dead:
+            await asyncio.sleep(FORWARD_S)
+        return await super().get_info()
+
+    async def probe(self) -> pb.GetWorkerInfoResponse:
+        if self.is_stopped:
+            await asyncio.sleep(2.0)
+            raise WorkerLost("no answer")
+        return await super().probe()
+
+    async def run_round(self, request: pb.RunRoundRequest, timeout_s: float) -> pb.RunRoundResponse:
+        self.requests.append(request)
+        return await LoopLink.run_round(self, request, timeout_s)
+
+    async def heartbeat(self, generation: int) -> pb.HeartbeatResponse:
+        if self.is_stopped:
+            await asyncio.sleep(5.0)
+            raise WorkerLost("no answer")
+        return await super().heartbeat(generation)
+
+    async def drive(self) -> None:
+        while True:
+            if not (self.is_stopped or self.is_dead):
+                self.loop.tick()
+            await asyncio.sleep(FORWARD_S)
+
+
+class Bench:
+    """A scheduler and its workers, for the time of one test. `names`: what DNS says, for --workers dns:///..."""
+
+    def __init__(self, *loops: DenoiseLoop, link_type: type[InMemoryLink] = InMemoryLink, **settings: object) -> None:
         targets = ",".join(f"127.0.0.1:{number + 1}" for number in range(len(loops)))
         values = {"model_path": Path("models/tiny-llada2"), "workers": targets, **settings}
         self.links: list[InMemoryLink] = []
+        self.names: dict[str, set[str]] = {}
 
         def connect(target: str, scheduler_id: str) -> InMemoryLink:
-            self.links.append(InMemoryLink(loops[len(self.links)], scheduler_id, FOLDER.context_length))
+            loop = loops[int(target.rpartition(":")[2]) - 1]
+            self.links.append(link_type(loop, scheduler_id, FOLDER.context_length, target))
             return self.links[-1]
 
-        self.scheduler = Scheduler(FOLDER, SchedulerSettings(**values), {}, connect, 0.0)  # type: ignore[arg-type]
+        async def resolve(host: str, port: int) -> set[str]:
+            if host not in self.names:
+                raise OSError("no such name")
+            return self.names[host]
+
+        self.scheduler = Scheduler(
+            FOLDER,
+            SchedulerSettings(**values),  # type: ignore[arg-type]
+            {},
+            connect,
+            0.0,
+            resolve,
+        )
 
     async def submit(self, request_id: str, prompt: list[int], max_new_tokens: int = 40, **fields: object) -> Stream:
         message = api.GenerateRequest(
@@ -120,20 +178,26 @@ class Bench:
         return [(ids[index], finished[index]) for index in range(len(ids))]
 
 
+async def _play(bench: Bench, scene: Callable[[], Awaitable[None]], limit_s: float) -> None:
+    tasks = [asyncio.create_task(bench.scheduler.run())]
+    tasks += [asyncio.create_task(link.drive()) for link in bench.links]
+    scene_task = asyncio.ensure_future(scene())
+    await asyncio.wait_for(asyncio.wait({scene_task, *tasks}, return_when=asyncio.FIRST_COMPLETED), limit_s)
+    for task in tasks:
+        assert not task.done(), task.exception()
+        task.cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    await scene_task
+
+
 def play(bench: Bench, scene: Callable[[], Awaitable[None]]) -> None:
     """Run the scene with scheduler and devices going."""
+    asyncio.run(_play(bench, scene, 20))
 
-    async def all_of_it() -> None:
-        tasks = [asyncio.create_task(bench.scheduler.run())]
-        tasks += [asyncio.create_task(link.drive()) for link in bench.links]
-        scene_task = asyncio.ensure_future(scene())
-        await asyncio.wait_for(asyncio.wait({scene_task, *tasks}, return_when=asyncio.FIRST_COMPLETED), 20)
-        for task in tasks:
-            assert not task.done(), task.exception()
-            task.cancel()
-        await scene_task
 
-    asyncio.run(all_of_it())
+def play_timed(bench: Bench, scene: Callable[[], Awaitable[None]], limit_s: float = 600) -> None:
+    """The same for TimedLinks, under a clock that jumps."""
+    run_virtually(_play(bench, scene, limit_s))
 
 
 def expected(prompt_length: int, count: int) -> list[int]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import QueueFull
-from scheduler_svc.planner import MAX_PREEMPTIONS, Room, admit, choose_victim, make_way
+from scheduler_svc.planner import MAX_PREEMPTIONS, Room, choose_victim, make_way
 from scheduler_svc.queue import RequestQueue
 
 PAGE = 32
@@ -25,6 +25,7 @@ class Row:
     pages: int = 1
     attempt: int = 0
     num_preemptions: int = 0
+    is_suspect: bool = False
 
     @property
     def num_positions(self) -> int:
@@ -87,15 +88,6 @@ def test_a_full_queue_refuses_new_requests_only() -> None:
         queue.push([Row(priority=9)])
     queue.push_front([Row()])
     assert (len(queue), len(told)) == (5, 3)
-
-
-def test_the_first_that_does_not_fit_holds_back_those_behind_it() -> None:
-    """A long prompt is not passed by shorter ones, of its class or a lower one; one of a higher class goes before."""
-    rows: list[Any] = [Row(priority=1, pages=2), Row(pages=5), Row(), Row(priority=-1)]
-    high, long, short, low = rows
-    queue = queue_of(long, short, low, high)
-    assert admit(queue, Room(4, 6, PAGE), 0) == [high]  # 4 pages are left, and one is kept for it
-    assert admit(queue, Room(4, 6, PAGE), 1) == [long]
 
 
 def test_the_victim_is_of_the_lowest_class_and_started_last() -> None:
