@@ -30,6 +30,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import ServiceError
+from common.undecodable import RefuseUndecodable
 
 # A start row carries its whole prompt at 4 bytes a token; gRPC's default of 4 MiB would be a million tokens a round.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -53,7 +54,7 @@ class GrpcService:
     """
 
     def __init__(self, host: str, port: int, service_names: Sequence[str]) -> None:
-        self.server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self.server = grpc.aio.server(interceptors=(RefuseUndecodable(),), options=_SERVER_OPTIONS)
         self._host = host
         self._port = port
         self._service_names = tuple(service_names)
