@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
+from bench.markdown import number
 from tests.chaos.runner import Result, run_scenario
 from tests.chaos.scenario import BadScenario, Scenario, names, read
 
@@ -101,7 +102,7 @@ def _in_a_cell(result: Result) -> str:
         return f"skipped: {result.skipped}"
     runs = []
     for run in result.runs:
-        told = [f"{name} {value:.3g}" for name, value in run.figures.items()] + [
+        told = [f"{name} {number(value)}" for name, value in run.figures.items()] + [
             note for note in run.notes if note.startswith("refused")
         ]
         runs.append((f"{run.name}: " if run.name else "") + ", ".join(told))

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.markdown import number
 from tests.chaos.grpc_proxy import GrpcProxy
 from tests.chaos.hostile import Outcome, attack
 from tests.chaos.load import Answer, Record, Sender
 from tests.chaos.measures import Sample, figures_of, sample
-from tests.chaos.scenario import Bound, Event, Load, Run, Scenario
+from tests.chaos.scenario import Bound, Checks, Event, Load, Run, Scenario
 from tests.chaos.services import ROOT, Refused, Say, Skipped, World, running
 
 SAMPLE_EVERY_S = 1.0
@@ -55,7 +56,7 @@ class Result:
         """Everything, for a person."""
         lines = [f"{self.scenario.name}: {self.verdict} in {self.took_s:.0f} s. {self.scenario.summary}"]
         for run in self.runs:
-            figures = ", ".join(f"{name} {value:.3g}" for name, value in run.figures.items())
+            figures = ", ".join(f"{name} {number(value)}" for name, value in run.figures.items())
             lines += [f"  {run.name + ': ' if run.name else ''}{figures}", *(f"    {note}" for note in run.notes)]
         lines += [f"  {self.skipped}"] if self.skipped else []
         return lines + [f"  FAULT {fault}" for fault in self.faults]
@@ -82,7 +83,7 @@ async def run_scenario(scenario: Scenario, say: Say, log: Path | None = None) ->
     for this in result.runs:
         result.faults += [f"{this.name + ': ' if this.name else ''}{fault}" for fault in this.faults]
     if not result.faults and not result.skipped:
-        result.faults += [fault for bound in scenario.bounds if (fault := _bound_fault(bound, result.runs))]
+        result.faults += [fault for bound in scenario.bounds if (fault := check_bound(bound, result.runs))]
     if result.faults:
         result.faults.append(f"the log of the services is {log}")
     result.took_s = time.monotonic() - started_at
@@ -106,7 +107,7 @@ async def _run(run: Run, scenario: Scenario, reference: dict[int, Answer] | None
                 expected = await _calm_answers(run.load, world)
             say("the load")
             await _disturbed(run, world, result, say)
-            _check_records(result, scenario, expected)
+            check_records(result, scenario.checks, expected)
             if left := await world.wait_idle(scenario.checks.idle_within_s):
                 result.faults.append(f"after {scenario.checks.idle_within_s:g} s: {left}")
     except Refused as refusal:
@@ -259,11 +260,11 @@ def _note_failures(records: Sequence[Record], result: RunResult) -> None:
         result.notes.append(f"failed {count} times: {error[:200]}")
 
 
-def _check_records(result: RunResult, scenario: Scenario, expected: dict[int, Answer] | None) -> None:
+def check_records(result: RunResult, checks: Checks, expected: dict[int, Answer] | None) -> None:
     """How many failed, and whether the answers are those expected."""
     failed = int(result.figures.get("failed", 0))
-    if failed != scenario.checks.failed:
-        result.faults.append(f"{failed} requests failed, not {scenario.checks.failed}")
+    if failed != checks.failed:
+        result.faults.append(f"{failed} requests failed, not {checks.failed}")
     if expected is not None:
         missing = [number for number in expected if number not in result.answers]
         other = [number for number, answer in result.answers.items() if answer != expected.get(number)]
@@ -273,7 +274,7 @@ def _check_records(result: RunResult, scenario: Scenario, expected: dict[int, An
             result.faults.append(f"{len(other)} answers are not those expected, such as that of request {other[0]}")
 
 
-def _bound_fault(bound: Bound, runs: Sequence[RunResult]) -> str:
+def check_bound(bound: Bound, runs: Sequence[RunResult]) -> str:
     by_name = {run.name: run for run in runs}
     run = by_name[bound.run] if bound.run else runs[-1]
     if bound.figure not in run.figures:

@@ -192,9 +192,8 @@ def parse(name: str, content: dict[str, Any], *, short: bool = False) -> Scenari
         raise BadScenario("short: must be a table")
     if short:
         content = _merged(content, changes)
-    else:
-        _build(_File, _merged(content, changes), "short.")  # what is never run is checked all the same
     file = _build(_File, content, "")
+    _build(_File, _merged(content, changes), "short.")  # checked even where it is not asked for
     common = {key: content.get(key, {}) for key in ("services", "load")} | {"events": content.get("events", [])}
     runs = []
     for index, own in enumerate(file.runs or [{"name": ""}]):

@@ -34,19 +34,21 @@ class TcpProxy:
         self._flows = asyncio.Event()
         self._flows.set()
         self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
         """Listen on a free port; gives the target to use instead of `to`."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"
 
     async def stop(self) -> None:
         assert self._server is not None
         self._server.close()
-        self._flows.set()
         self.cut()
-        await self._server.wait_closed()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     def cut(self) -> int:
         """Reset every connection, on both sides. How many."""
@@ -79,6 +81,11 @@ class TcpProxy:
             for connection in dead:
                 _reset(connection.client)
 
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._flows.wait()
         try:
@@ -94,6 +101,8 @@ class TcpProxy:
             )
         finally:
             self._connections.discard(connection)
+            writer.transport.abort()
+            to_server.transport.abort()
 
     async def _pass_on(self, connection: _Connection, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
