@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from bench.markdown import number
-from tests.chaos.runner import Result, run_scenario
+from tests.chaos.runner import Result, run_scenario, shown
 from tests.chaos.scenario import BadScenario, Scenario, names, read
 
 BEGIN, END = "<!-- results: written by `make chaos` -->", "<!-- end of results -->"
@@ -102,7 +101,7 @@ def _in_a_cell(result: Result) -> str:
         return f"skipped: {result.skipped}"
     runs = []
     for run in result.runs:
-        told = [f"{name} {number(value)}" for name, value in run.figures.items()] + [
+        told = [f"{name} {shown(value)}" for name, value in run.figures.items()] + [
             note for note in run.notes if note.startswith("refused")
         ]
         runs.append((f"{run.name}: " if run.name else "") + ", ".join(told))

@@ -104,10 +104,10 @@ def figures_of(sender: Sender, faults_at: Sequence[float], samples: Sequence[Sam
 
 
 def recovery_s(records: Sequence[Record], fault_at: float) -> float:
-    """Until each request that had begun to answer before the fault had its next event, or failed."""
+    """Until each request that was under way at the fault had its next event, or failed."""
     longest = 0.0
     for record in records:
-        if not record.commits or record.commits[0][0] > fault_at or record.ended_at <= fault_at:
+        if not record.sent_at < fault_at < record.ended_at:
             continue
         following = next((at for at in record.events_at if at > fault_at), record.ended_at)
         longest = max(longest, following - fault_at)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.markdown import number
 from tests.chaos.grpc_proxy import GrpcProxy
 from tests.chaos.hostile import Outcome, attack
 from tests.chaos.load import Answer, Record, Sender
@@ -56,10 +55,15 @@ class Result:
         """Everything, for a person."""
         lines = [f"{self.scenario.name}: {self.verdict} in {self.took_s:.0f} s. {self.scenario.summary}"]
         for run in self.runs:
-            figures = ", ".join(f"{name} {number(value)}" for name, value in run.figures.items())
+            figures = ", ".join(f"{name} {shown(value)}" for name, value in run.figures.items())
             lines += [f"  {run.name + ': ' if run.name else ''}{figures}", *(f"    {note}" for note in run.notes)]
         lines += [f"  {self.skipped}"] if self.skipped else []
         return lines + [f"  FAULT {fault}" for fault in self.faults]
+
+
+def shown(value: float) -> str:
+    """Whole numbers whole, others with three digits that say something."""
+    return f"{value:.0f}" if value == round(value) or abs(value) >= 100 else f"{value:.3g}"
 
 
 async def run_scenario(scenario: Scenario, say: Say, log: Path | None = None) -> Result:

@@ -18,13 +18,12 @@ def record(events_at: list[float], ended_at: float, tokens: int = 4) -> Record:
     return made
 
 
-def test_recovery_is_the_longest_silence_of_a_stream_that_had_begun() -> None:
-    """Streams that had no block before the fault, or had ended, do not count."""
-    fault_at = 10.0
-    begun = [record([1, 9, 12.5, 13], 13), record([1, 9, 10.5], 11)]
-    others = [record([1, 2], 3), record([9, 30], 30)]
-    assert recovery_s(begun + others, fault_at) == 2.5
-    assert recovery_s(others, fault_at) == 0
+def test_recovery_is_the_longest_silence_of_a_request_under_way() -> None:
+    """From the fault to its next event, or to its end without one; a request that had ended does not count."""
+    ended = record([1, 2], 3)
+    assert recovery_s([ended], 10) == 0
+    assert recovery_s([ended, record([1, 9, 12.5, 13], 13), record([1, 9, 10.5], 11)], 10) == 2.5
+    assert recovery_s([record([1, 9], 14)], 10) == 4
 
 
 def test_tokens_per_second_counts_what_came_between_two_times() -> None:
