@@ -41,7 +41,7 @@ test-long: $(STAMP) ## what is slow or downloads (up to 40 minutes)
 	$(BIN)/python -m pytest -m long
 
 chaos: $(STAMP) ## faults against real processes, all but the soak, and the table (up to 20 minutes)
-	@$(BIN)/python -m tests.chaos all --markdown docs/reliability.md
+	@$(BIN)/python -m tests.chaos all
 
 soak: $(STAMP) ## 20 minutes at saturation: memory, descriptors and speed stay as they are
 	@$(BIN)/python -m tests.chaos soak

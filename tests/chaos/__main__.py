@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.chaos.runner import Result, run_scenario, shown
 from tests.chaos.scenario import BadScenario, Scenario, names, read
 
-BEGIN, END = "<!-- results: written by `make chaos` -->", "<!-- end of results -->"
+BEGIN, END = "<!-- results: written by `fdfo chaos --markdown` -->", "<!-- end of results -->"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
