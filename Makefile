@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench bench-quick test test-long lint typecheck format protos protos-baseline gpu-check clean
+.PHONY: help venv demo bench bench-quick test test-long chaos soak lint typecheck format protos protos-baseline gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -39,6 +39,12 @@ test: lint typecheck ## lint, types and all tests but the long ones (CI runs thi
 
 test-long: $(STAMP) ## what is slow or downloads (up to 40 minutes)
 	$(BIN)/python -m pytest -m long
+
+chaos: $(STAMP) ## faults against real processes, all but the soak, and the table (up to 20 minutes)
+	@$(BIN)/python -m tests.chaos all
+
+soak: $(STAMP) ## 20 minutes at saturation: memory, descriptors and speed stay as they are
+	@$(BIN)/python -m tests.chaos soak
 
 lint: $(STAMP) ## ruff: rules and formatting
 	$(BIN)/ruff check

@@ -34,6 +34,7 @@ from common.callers import ApiKeyInterceptor
 from common.errors import ServiceError
 from common.security_settings import SecuritySettings
 from common.tls import server_credentials
+from common.undecodable import RefuseUndecodable
 
 # A start row carries its whole prompt at 4 bytes a token; gRPC's default of 4 MiB would be a million tokens a round.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -82,7 +83,7 @@ class GrpcService:
                 ("grpc.max_receive_message_length", max_receive_bytes),
                 *_age_options(max_connection_age_s),
             ],
-            interceptors=() if keys is None else (ApiKeyInterceptor(keys),),
+            interceptors=[*([] if keys is None else [ApiKeyInterceptor(keys)]), RefuseUndecodable()],
         )
         self._credentials = server_credentials(security)
         self._host = host

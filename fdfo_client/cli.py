@@ -1,4 +1,4 @@
-"""The command `fdfo`: serve, generate, info, bench, replay.
+"""The command `fdfo`: serve, generate, info, bench, replay, chaos.
 
 Exit status: 0 done, 1 failed, 2 wrong usage or a refused request, 130 ended by Ctrl-C.
 """
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fdfo_client import serve
@@ -23,6 +24,7 @@ from fdfo_client._types import Committed, Completion, Finished, ServerInfo, Work
 from fdfo_client.bench import cli as bench_cli
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+CHECKOUT = Path(__file__).resolve().parent.parent
 
 EXAMPLES = """\
 examples:
@@ -49,8 +51,11 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (that of the process when None) and return the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["chaos"]:  # its flags are its own
+        return chaos(words[1:])
     parser = build_parser()
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     # gRPC's own lines on stderr, such as one for each connection that a stopped server closes. Read at the first call.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
@@ -128,6 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
             epilog=bench_cli.REPLAY_EXAMPLES,
         )
     )
+    commands.add_parser("chaos", help="in a checkout: inject faults into services and check what must hold")
     return parser
 
 
@@ -303,6 +309,20 @@ def _judge(end: Finished | Completion) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def chaos(words: Sequence[str]) -> int:
+    """`fdfo chaos`: becomes `python -m tests.chaos`; returns only where there is none."""
+    if not (CHECKOUT / "tests/chaos/__main__.py").is_file():
+        print(
+            f"fdfo: chaos: the scenarios are in tests/chaos of the project's repository, not in the package that is "
+            f"installed in {CHECKOUT}; run it in a checkout, after `make venv`, as .venv/bin/fdfo",
+            file=sys.stderr,
+        )
+        return 2
+    path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "tests.chaos", *words], {**os.environ, "PYTHONPATH": path})
 
 
 def info(arguments: argparse.Namespace) -> int:

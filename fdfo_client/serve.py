@@ -179,9 +179,12 @@ class Child:
         port: int,
         environment: Mapping[str, str],
         *,
+        stderr: int | None = None,
+        max_delay_s: float = MAX_DELAY_S,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """stderr: a descriptor for its log (ours). max_delay_s: before a start; the first is at most that late too."""
         self.name = name
         self.target = ""
         self.pid = 0
@@ -189,6 +192,8 @@ class Child:
         self._command = command
         self._port = port
         self._environment = environment
+        self._stderr = stderr
+        self._max_delay_s = max_delay_s
         self._sleep = sleep
         self._clock = clock
         self._process: asyncio.subprocess.Process | None = None
@@ -225,14 +230,15 @@ class Child:
             await self._reader
 
     async def _keep_alive(self) -> None:
-        delay_s = FIRST_DELAY_S
+        first_delay_s = min(FIRST_DELAY_S, self._max_delay_s)
+        delay_s = first_delay_s
         while True:
             ending = await self._ending()
             if self._ready_at is not None and self._clock() - self._ready_at >= STEADY_S:
-                delay_s = FIRST_DELAY_S
+                delay_s = first_delay_s
             _say(f"{self.name} (pid {self.pid}) {ending}; starting it again in {delay_s:g} s")
             await self._sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_DELAY_S)
+            delay_s = min(2 * delay_s, self._max_delay_s)
             await self._launch()
 
     async def _launch(self) -> None:
@@ -244,6 +250,7 @@ class Child:
             # end of it and stops.
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=self._stderr,
             limit=2**20,  # bytes of a line
             env=dict(self._environment),
             # Out of the terminal's foreground group: Ctrl-C is ours, so that we can stop them in order.
