@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from common.errors import AlreadyLive, InvalidField, Unavailable
+from common.errors import AlreadyLive, DeadlineOver, InvalidField, ServiceError, Unavailable
 from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
@@ -26,6 +26,9 @@ from scheduler_svc.validation import AlgorithmInfo, GenerateSpec, ParamInfo, Rul
 from scheduler_svc.workers import Link, WorkerLink
 
 CLOSE_POLL_S = 0.05
+# So much before the client's deadline a stream ends by itself, that its last messages still arrive; half of what is
+# left when that is less.
+DEADLINE_MARGIN_S = 0.05
 
 log = structlog.get_logger()
 
@@ -52,7 +55,12 @@ class Scheduler:
         self.counters = api.SchedulerCounters()
         self.live: dict[str, Stream] = {}  # by their name
         self.is_closing = False
-        self.queue = RequestQueue(settings.max_queued_requests, self._wake_loops)
+        self.queue = RequestQueue(
+            settings.max_queued_requests,
+            self._wake_loops,
+            max_queued_per_client=settings.max_queued_requests_per_client,
+            max_running_per_client=settings.max_running_requests_per_client,
+        )
         self._codec = TextCodec(folder.path)
         self._outbox = Outbox(hold_events_s)
         self._algorithm = settings.dllm_algorithm
@@ -89,7 +97,8 @@ class Scheduler:
     async def submit(self, message: api.GenerateRequest, client: str = "") -> Stream:
         """Check a client's request and queue its samples; its first event is Started. Raises a ServiceError. Until a
         first worker has told what it can do, this waits."""
-        await self._rules_known.wait()
+        with self.queue.place(client):
+            await self._rules_known.wait()
         if self.is_closing:
             raise Unavailable("the scheduler is shutting down; send the request again")
         assert self._rules is not None
@@ -100,7 +109,7 @@ class Scheduler:
         if name in self.live:
             raise AlreadyLive(spec.request_id)
         self._warn_of_editing(spec.algorithm)
-        stream = self._new_stream(spec, name)
+        stream = self._new_stream(spec, client, name)
         queue_position = self.queue.push([sample for sample in stream.samples if sample not in stream.held])
         self.live[name] = stream
         started = api.Started(
@@ -116,6 +125,14 @@ class Scheduler:
         for loop in self.loops:
             loop.wake()
 
+    def _on_park(self, stream: Stream) -> None:
+        """A stream was parked or goes on."""
+        if stream.is_parked:
+            self.counters.times_parked += 1
+            log.info("request_parked", request_id=stream.request_id, unread_bytes=stream.buffered_bytes)
+        else:
+            self._wake_loops()
+
     def _warn_of_editing(self, algorithm: str) -> None:
         """Say once that an algorithm edits: no configuration tells whether a checkpoint was trained for that."""
         if algorithm in self._editing_algorithms:
@@ -126,12 +143,19 @@ class Scheduler:
                 hint="its edits mean something only on checkpoints trained for editing, as LLaDA2.1; LLaDA2.0 is not",
             )
 
-    def _new_stream(self, spec: GenerateSpec, name: str) -> Stream:
+    def _new_stream(self, spec: GenerateSpec, client: str, name: str) -> Stream:
         """The samples of a request. They differ in their index only, which every draw depends on beside the seed.
 
         A prompt with a whole block is computed once: the samples after the first are held until it is in the cache.
         """
-        stream = Stream(spec.request_id, self._outbox, name)
+        stream = Stream(
+            spec.request_id,
+            self._outbox,
+            name,
+            client=client,
+            max_buffer_bytes=self.settings.max_stream_buffer_bytes,
+            on_park=self._on_park,
+        )
         seed = secrets.randbits(63) if spec.sampling.seed is None else spec.sampling.seed
         stream.samples = [self._new_request(spec, seed, stream, index) for index in range(spec.num_samples)]
         if len(spec.prompt_ids) >= self.folder.block_size:
@@ -175,9 +199,28 @@ class Scheduler:
     def leave(self, stream: Stream) -> None:
         """The stream's reader is gone or has read the last event."""
         self._abort(stream)
+        if stream.timer is not None:
+            stream.timer.cancel()
+        for sample in stream.samples:
+            self.queue.remove(sample)
         self.counters.published_tokens += stream.cost()["published_tokens"]
         self.counters.requests_finished += 1
         del self.live[stream.name]
+
+    def interrupt(self, stream: Stream, error: ServiceError) -> None:
+        """End it with an error that its client may go on from, with all work for it."""
+        stream.interrupt(error)
+        self._drop(stream)
+
+    def end_within(self, stream: Stream, seconds: float | None) -> None:
+        """End the stream with DeadlineOver before so many seconds have passed, if it has not ended by then."""
+        if seconds is not None:
+            delay_s = max(seconds - DEADLINE_MARGIN_S, seconds / 2)
+            stream.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, stream)
+
+    def _expire(self, stream: Stream) -> None:
+        self.counters.requests_expired += not stream.is_finished
+        self.interrupt(stream, DeadlineOver("the deadline is here; what was done is in the messages before"))
 
     async def close(self, grace_s: float) -> None:
         """Take no new request; let the live ones finish within the grace time, then end the rest with an error."""
@@ -233,6 +276,7 @@ class Scheduler:
         self._rules_known.set()
 
     def info(self) -> api.GetServerInfoResponse:
+        self.counters.requests_rejected = self.queue.num_refused
         return api.GetServerInfoResponse(
             scheduler_id=self.scheduler_id,
             served_model_name=self.settings.served_model_name or self.folder.path.resolve().name,

@@ -69,6 +69,21 @@ class Request:
         return self.spec.priority
 
     @property
+    def client(self) -> str:
+        """Whose it is; clients share the rows."""
+        return self.stream.client
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether its client must read first; rounds do not name its row."""
+        return self.stream.is_parked
+
+    @property
+    def may_start(self) -> bool:
+        """Whether a round may start it now."""
+        return self.stream.may_start
+
+    @property
     def incomplete(self) -> Snapshot:
         """The block that is not done, as last reported."""
         if self._unread is not None:
@@ -162,20 +177,24 @@ class Request:
             sample_index=self.sample_index,
         )
 
+    def _usage(self) -> api.Usage:
+        return api.Usage(
+            prompt_tokens=len(self.spec.prompt_ids),
+            completion_tokens=self.published_tokens,
+            cached_tokens=min(self.cached_tokens, len(self.spec.prompt_ids)),  # a restart finds output too
+            forwards=self.forwards,
+            rounds=self.rounds,
+        )
+
+    def interrupted(self) -> api.Interrupted:
+        """The message before an error that this sample does not end with for good."""
+        return api.Interrupted(usage=self._usage(), sample_index=self.sample_index)
+
     def finish(self, finished: api.Finished) -> None:
         """The sample's one terminal event; a second one is ignored."""
         if not self.is_finished:
             self.is_finished = True
-            finished.sample_index = self.sample_index
-            finished.usage.CopyFrom(
-                api.Usage(
-                    prompt_tokens=len(self.spec.prompt_ids),
-                    completion_tokens=self.published_tokens,
-                    cached_tokens=min(self.cached_tokens, len(self.spec.prompt_ids)),  # a restart finds output too
-                    forwards=self.forwards,
-                    rounds=self.rounds,
-                )
-            )
+            finished.MergeFrom(api.Finished(usage=self._usage(), sample_index=self.sample_index))
             self.stream.put(api.GenerateResponse(finished=finished))
 
 

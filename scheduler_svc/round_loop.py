@@ -162,10 +162,10 @@ class RoundLoop:
             return False
         free_before = self._room.pages
         starting = self._starts()
+        continuing = [row for row in self.running.values() if not row.is_parked]
         changes = bool(starting or self._releases)
-        if not changes and (num_in_flight == limit or not self.running):
+        if not changes and (num_in_flight == limit or not continuing):
             return False
-        continuing = list(self.running.values())
         request = self._round_message(starting, continuing)
         self._last_round_id += 1
         self._releases.clear()
@@ -187,7 +187,7 @@ class RoundLoop:
                 self._room.give_back(victim)
                 self._preempt(victim)
             starting += admit(self.queue, self._room, len(self.running) + len(starting))
-        if self._asks and len(self.queue) and not (self.running or starting):
+        if self._asks and self.queue.first() is not None and not (self.running or starting):
             starting = [self.queue.pop()]
             self._room.take(starting[0])
         self._asks = False
@@ -274,7 +274,7 @@ class RoundLoop:
         found no page for its next block; it keeps its slot and its pages."""
         status = row.status
         if status in (pb.ROW_STATUS_RUNNING, pb.ROW_STATUS_ENDED):  # its prefix is there
-            self.queue.push_front(request.stream.take_held())
+            self.queue.push_held(request.stream.take_held())
         if status == pb.ROW_STATUS_ENDED:
             del self.running[request.name]
             if not request.is_finished:
