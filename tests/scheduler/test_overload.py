@@ -263,6 +263,25 @@ def test_a_deadline_ends_a_request_with_its_usage_and_all_work_for_it(phase: str
     assert_whole(loop)
 
 
+def test_without_a_worker_a_request_waits_until_its_deadline() -> None:
+    """It keeps what it had, and ends with its usage when the time comes."""
+    bench = Bench(make_loop())
+
+    async def scene() -> None:
+        late = await bench.submit("late", effort(5), 300)
+        await until(lambda: late.samples[0].committed_ids)
+        bench.links[0].is_dead = True
+        await until(lambda: not bench.scheduler.has_worker)
+        await passes()
+        assert not late.is_finished and len(bench.scheduler.queue) == 1
+        bench.scheduler.end_within(late, 0.0)
+        events, error = await read_to_the_error(bench, late)
+        assert isinstance(error, DeadlineOver) and not len(bench.scheduler.queue)
+        assert events[-1].interrupted.usage.completion_tokens > 0
+
+    play(bench, scene)
+
+
 def test_a_request_whose_deadline_has_passed_never_starts() -> None:
     """Though a row is free."""
     bench = Bench(make_loop())
