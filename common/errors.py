@@ -5,27 +5,29 @@
 | Internal        | INTERNAL                           | none                               |
 | InvalidField    | INVALID_ARGUMENT                   | google.rpc.BadRequest              |
 | AlreadyLive     | ALREADY_EXISTS                     | none                               |
-| QueueFull       | RESOURCE_EXHAUSTED                 | google.rpc.RetryInfo               |
+| QueueFull       | RESOURCE_EXHAUSTED                 | google.rpc.RetryInfo and ErrorInfo |
 | Unavailable     | UNAVAILABLE                        | none                               |
 | DeadlineOver    | DEADLINE_EXCEEDED                  | none                               |
 | TakenOver       | ABORTED                            | none                               |
+| SlowReader      | ABORTED                            | none                               |
 | Unauthenticated | UNAUTHENTICATED                    | none                               |
 | Refused         | FAILED_PRECONDITION or UNAVAILABLE | google.rpc.ErrorInfo, domain below |
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 REFUSAL_DOMAIN = "fdfo.worker"
+SCHEDULER_DOMAIN = "fdfo.scheduler"
 RefusalReason = Literal["EPOCH_CHANGED", "STALE_GENERATION", "ROUND_GAP", "OTHER_MODEL", "DRAINING"]
 
 
@@ -43,9 +45,9 @@ class ServiceError(Exception):
 
     code = grpc.StatusCode.INTERNAL
 
-    def detail(self) -> Message | None:
-        """The google.rpc message that travels with the status."""
-        return None
+    def details(self) -> Sequence[Message]:
+        """The google.rpc messages that travel with the status."""
+        return ()
 
 
 class Internal(ServiceError):
@@ -62,9 +64,9 @@ class InvalidField(ServiceError):
         self.message = short(message)
         super().__init__(f"{self.field}: {self.message}")
 
-    def detail(self) -> Message:
+    def details(self) -> Sequence[Message]:
         violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
-        return error_details_pb2.BadRequest(field_violations=[violation])
+        return (error_details_pb2.BadRequest(field_violations=[violation]),)
 
 
 class AlreadyLive(ServiceError):
@@ -78,24 +80,33 @@ class AlreadyLive(ServiceError):
 
 
 class QueueFull(ServiceError):
-    """No place in the queue; try again after `retry_after_s` seconds."""
+    """No place in the queue, for anybody or for this client; try again after `retry_after_s` seconds."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__(f"the queue is full; try again in {retry_after_s:g} s")
+    def __init__(self, retry_after_s: float, *, of_client: bool = False) -> None:
+        whose = "this client's part of the queue" if of_client else "the queue"
+        super().__init__(f"{whose} is full; try again in {retry_after_s:g} s")
         self.retry_after_s = retry_after_s
+        self.reason = "CLIENT_QUEUE_FULL" if of_client else "QUEUE_FULL"
 
-    def detail(self) -> Message:
+    def details(self) -> Sequence[Message]:
         delay = Duration()
         delay.FromNanoseconds(round(self.retry_after_s * 1e9))
-        return error_details_pb2.RetryInfo(retry_delay=delay)
+        info = error_details_pb2.ErrorInfo(reason=self.reason, domain=SCHEDULER_DOMAIN)
+        return error_details_pb2.RetryInfo(retry_delay=delay), info
 
 
 class Unavailable(ServiceError):
     """The service takes no requests now."""
 
     code = grpc.StatusCode.UNAVAILABLE
+
+
+class SlowReader(ServiceError):
+    """The client has not read what it was sent."""
+
+    code = grpc.StatusCode.ABORTED
 
 
 class Unauthenticated(ServiceError):
@@ -124,18 +135,15 @@ class Refused(ServiceError):
         self.reason = reason
         self.code = grpc.StatusCode.UNAVAILABLE if reason == "DRAINING" else grpc.StatusCode.FAILED_PRECONDITION
 
-    def detail(self) -> Message:
-        return error_details_pb2.ErrorInfo(reason=self.reason, domain=REFUSAL_DOMAIN)
+    def details(self) -> Sequence[Message]:
+        return (error_details_pb2.ErrorInfo(reason=self.reason, domain=REFUSAL_DOMAIN),)
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:
-    """End the RPC with the error's status, message and detail."""
+    """End the RPC with the error's status, message and details."""
     status = status_pb2.Status(code=error.code.value[0], message=short(str(error)))
-    detail = error.detail()
-    if detail is not None:
-        packed = AnyMessage()
-        packed.Pack(detail)
-        status.details.append(packed)
+    for detail in error.details():
+        status.details.add().Pack(detail)
     rich = rpc_status.to_status(status)
     await context.abort(rich.code, rich.details, rich.trailing_metadata)
 

@@ -38,6 +38,7 @@ from common.undecodable import RefuseUndecodable
 
 # A start row carries its whole prompt at 4 bytes a token; gRPC's default of 4 MiB would be a million tokens a round.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_PENDING_CALLS = 32_768
 
 _SERVER_OPTIONS = [
     # With it a second process would share the port in silence, and half of the calls.
@@ -46,6 +47,10 @@ _SERVER_OPTIONS = [
     # Clients may ping every 10 s, with no call open too; the defaults answer that with GOAWAY too_many_pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Calls that came and have no task yet. From 1000 on gRPC's default ends some of them, and from 3000 on all, with
+    # CANCELLED, so that in a burst a client would not hear why. This many are answered in half a minute.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
 ]
 
 

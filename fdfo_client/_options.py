@@ -6,12 +6,17 @@ rule and any client hears the same.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client._errors import InvalidRequest
+
+# gRPC counts nanoseconds in 64 bits; what does not fit it takes for a deadline that has passed.
+MAX_TIMEOUT_S = 365 * 24 * 3600
+MAX_SHOWN_CHARS = 80
 
 
 class Message(TypedDict):
@@ -101,8 +106,12 @@ def build_request(prompt: str | None, options: GenerateOptions) -> tuple[pb.Gene
     _update(request.algorithm_params, "algorithm_params", options.get("algorithm_params") or {})
 
     timeout = options.get("timeout")
-    if timeout is not None and not (0 < timeout < math.inf):
-        raise InvalidRequest(f"timeout: must be a number of seconds above 0, not {timeout}", "timeout")
+    if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout <= MAX_TIMEOUT_S):
+        raise InvalidRequest(
+            f"timeout: must be a number of seconds above 0 and up to {MAX_TIMEOUT_S} (a year), not {_shown(timeout)}; "
+            "leave it out for none",
+            "timeout",
+        )
     return request, timeout
 
 
@@ -121,16 +130,20 @@ def _set_prompt(
         _extend(request.prompt_ids.ids, "prompt_ids", prompt_ids)
     else:
         request.messages.SetInParent()
-        for index, message in enumerate(messages or ()):
+        if not isinstance(messages, Iterable):
+            raise _unfit("messages", "a list of messages", messages)
+        for index, message in enumerate(messages):
             try:
                 request.messages.messages.add(role=message["role"], content=message["content"])
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError):
                 raise InvalidRequest(
-                    f"messages[{index}]: must be a mapping with the texts role and content ({error!r})", "messages"
+                    f"messages[{index}]: must be a mapping with the texts role and content, not {_shown(message)}",
+                    "messages",
                 ) from None
 
 
-# protobuf raises TypeError for a wrong type and ValueError for a number out of range or text that is not Unicode.
+# protobuf raises TypeError for a wrong type and ValueError for a number out of range or text that is not Unicode. Its
+# own words name types of Python and C, so the field says what it takes.
 
 
 def _set_scalar(message: pb.GenerateRequest | pb.SamplingParams, name: str, value: object, called: str = "") -> None:
@@ -138,19 +151,40 @@ def _set_scalar(message: pb.GenerateRequest | pb.SamplingParams, name: str, valu
         return
     try:
         setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{called or name}: {error}", called or name) from None
+    except (TypeError, ValueError):
+        wanted = _WANTED[message.DESCRIPTOR.fields_by_name[name].type]
+        raise _unfit(called or name, wanted, value) from None
 
 
 def _extend(field: Any, name: str, values: Sequence[object]) -> None:
     try:
         field.extend(values)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{name}: {error}", name) from None
+    except (TypeError, ValueError):
+        wanted = _WANTED[FieldDescriptor.TYPE_STRING if name == "stop" else FieldDescriptor.TYPE_UINT32]
+        raise _unfit(name, f"a list, of each {wanted}", values) from None
 
 
 def _update(field: Any, name: str, values: Mapping[str, float]) -> None:
     try:
         field.update(values)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{name}: {error}", name) from None
+    except (TypeError, ValueError):
+        raise _unfit(name, "a mapping of names to numbers", values) from None
+
+
+def _unfit(name: str, wanted: str, value: object) -> InvalidRequest:
+    return InvalidRequest(f"{name}: must be {wanted}, not {_shown(value)}", name)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
+
+
+_WANTED = {
+    FieldDescriptor.TYPE_UINT32: "a whole number from 0 to 2**32 - 1",
+    FieldDescriptor.TYPE_UINT64: "a whole number from 0 to 2**64 - 1",
+    FieldDescriptor.TYPE_INT32: "a whole number from -2**31 to 2**31 - 1",
+    FieldDescriptor.TYPE_FLOAT: "a number",
+    FieldDescriptor.TYPE_BOOL: "True or False",
+    FieldDescriptor.TYPE_STRING: "a text of Unicode characters",
+}

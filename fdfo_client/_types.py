@@ -134,6 +134,9 @@ class ServerCounters:
     restarts: int
     preemptions: int
     allocator_calls: int
+    requests_rejected: int
+    requests_expired: int
+    times_parked: int
     device_ms: float
     round_trip_ms: float
     host_ms: float
@@ -248,6 +251,9 @@ def server_info_from_proto(info: pb.GetServerInfoResponse) -> ServerInfo:
             restarts=counters.restarts,
             preemptions=counters.preemptions,
             allocator_calls=counters.allocator_calls,
+            requests_rejected=counters.requests_rejected,
+            requests_expired=counters.requests_expired,
+            times_parked=counters.times_parked,
             device_ms=counters.device_ms,
             round_trip_ms=counters.round_trip_ms,
             host_ms=counters.host_ms,

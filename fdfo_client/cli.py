@@ -349,7 +349,8 @@ def info_lines(target: str, server: ServerInfo) -> list[str]:
         f"context of {server.context_length}",
         f"  denoising  {server.algorithm}, {mode}, {server.rounds_in_flight} in flight",
         f"  requests   {server.running} running, {server.queued} queued (at most {server.max_queued_requests}), "
-        f"{counters.requests_finished} finished, {counters.requests_aborted} aborted",
+        f"{counters.requests_finished} finished, {counters.requests_aborted} aborted, "
+        f"{counters.requests_rejected} rejected, {counters.requests_expired} past their deadline",
         f"  so far     {counters.published_tokens} tokens, {counters.blocks_done} blocks, {counters.rounds} rounds, "
         f"{counters.forwards} forwards",
         f"             {counters.restarts} restarts, {counters.preemptions} preemptions",

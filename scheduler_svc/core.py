@@ -62,7 +62,12 @@ class Scheduler:
         self.counters = api.SchedulerCounters()
         self.live: dict[str, Stream] = {}  # by their name
         self.is_closing = False
-        self.queue = RequestQueue(settings.max_queued_requests, self._wake_loops)
+        self.queue = RequestQueue(
+            settings.max_queued_requests,
+            self._wake_loops,
+            max_queued_per_client=settings.max_queued_requests_per_client,
+            max_running_per_client=settings.max_running_requests_per_client,
+        )
         self._codec = TextCodec(folder.path)
         self._outbox = Outbox(hold_events_s)
         self._algorithm = settings.dllm_algorithm
@@ -150,7 +155,8 @@ class Scheduler:
     async def submit(self, message: api.GenerateRequest, client: str = "") -> Stream:
         """Check a client's request and queue its samples; its first event is Started. Raises a ServiceError. Until a
         first worker has told what it can do, this waits. One that resumes the live one of its id takes its place."""
-        await self._rules_known.wait()
+        with self.queue.place(client):
+            await self._rules_known.wait()
         if self.is_closing:
             raise Unavailable("the scheduler is shutting down; send the request again")
         assert self._rules is not None
@@ -158,7 +164,7 @@ class Scheduler:
         if not spec.request_id:
             spec = dataclasses.replace(spec, request_id=f"fdfo-{secrets.token_hex(8)}")
         name = live_name(client, spec.request_id)
-        stream = self._new_stream(spec, name)
+        stream = self._new_stream(spec, client, name)
         older = self.live.get(name)
         if older is not None and not (spec.past and older.request_part == stream.request_part):
             raise AlreadyLive(spec.request_id)
@@ -186,6 +192,14 @@ class Scheduler:
         for loop in self.loops:
             loop.wake()
 
+    def _on_park(self, stream: Stream) -> None:
+        """A stream was parked or goes on."""
+        if stream.is_parked:
+            self.counters.times_parked += 1
+            log.info("request_parked", request_id=stream.request_id, unread_bytes=stream.buffered_bytes)
+        else:
+            self._wake_loops()
+
     def _warn_of_editing(self, algorithm: str) -> None:
         """Say once that an algorithm edits: no configuration tells whether a checkpoint was trained for that."""
         if algorithm in self._editing_algorithms:
@@ -196,12 +210,20 @@ class Scheduler:
                 hint="its edits mean something only on checkpoints trained for editing, as LLaDA2.1; LLaDA2.0 is not",
             )
 
-    def _new_stream(self, spec: GenerateSpec, name: str) -> Stream:
+    def _new_stream(self, spec: GenerateSpec, client: str, name: str) -> Stream:
         """The samples of a request, as new or where another call left them. They differ in their index only, which
         every draw depends on beside the seed. Raises InvalidField."""
         seed = secrets.randbits(63) if spec.sampling.seed is None else spec.sampling.seed
         state = resume_pb2.ResumeState(request=request_part(spec, seed, self.folder.fingerprint))
-        stream = Stream(spec.request_id, self._outbox, name, state.SerializeToString(deterministic=True))
+        stream = Stream(
+            spec.request_id,
+            self._outbox,
+            name,
+            state.SerializeToString(deterministic=True),
+            client=client,
+            max_buffer_bytes=self.settings.max_stream_buffer_bytes,
+            on_park=self._on_park,
+        )
         stream.samples = [self._new_request(spec, seed, stream, index) for index in range(spec.num_samples)]
         for index, past in spec.past.items():
             stream.samples[index].resume(past)
@@ -246,6 +268,8 @@ class Scheduler:
         self._abort(stream)
         if stream.timer is not None:
             stream.timer.cancel()
+        for sample in stream.samples:
+            self.queue.remove(sample)
         self.counters.published_tokens += stream.cost()["published_tokens"]
         self.counters.requests_finished += 1
         if self.live.get(stream.name) is stream:  # not one that took its place
@@ -259,10 +283,12 @@ class Scheduler:
     def end_within(self, stream: Stream, seconds: float | None) -> None:
         """End the stream with DeadlineOver before so many seconds have passed, if it has not ended by then."""
         if seconds is not None:
-            loop = asyncio.get_running_loop()
-            over = DeadlineOver("the deadline is here; go on with `resumes`, or send the request again")
             delay_s = max(seconds - DEADLINE_MARGIN_S, seconds / 2)
-            stream.timer = loop.call_later(delay_s, self.interrupt, stream, over)
+            stream.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, stream)
+
+    def _expire(self, stream: Stream) -> None:
+        self.counters.requests_expired += not stream.is_finished
+        self.interrupt(stream, DeadlineOver("the deadline is here; what was done is in the messages before"))
 
     async def close(self, grace_s: float) -> None:
         """Take no new request; let the live ones finish within the grace time, then end the rest with an error."""
@@ -320,6 +346,7 @@ class Scheduler:
         self._rules_known.set()
 
     def info(self) -> api.GetServerInfoResponse:
+        self.counters.requests_rejected = self.queue.num_refused
         return api.GetServerInfoResponse(
             scheduler_id=self.scheduler_id,
             served_model_name=self.settings.served_model_name or self.folder.path.resolve().name,

@@ -51,7 +51,7 @@ def _isolate(queue: RequestQueue, loops: Sequence[RoundLoop]) -> None:
         return
     takers = [loop for loop in loops if loop.takes_new and loop.rows.would_fit_alone(suspect)]
     if takers:
-        queue.remove(suspect)
+        queue.take(suspect)
         min(takers, key=lambda loop: loop.rows.num_rows).isolate(suspect)
 
 

@@ -117,6 +117,21 @@ class Request:
         return self.num_deaths >= DEATHS_BEFORE_SUSPICION
 
     @property
+    def client(self) -> str:
+        """Whose it is; clients share the rows."""
+        return self.stream.client
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether its client must read first; rounds do not name its row."""
+        return self.stream.is_parked
+
+    @property
+    def may_start(self) -> bool:
+        """Whether a round may start it now."""
+        return self.stream.may_start
+
+    @property
     def incomplete(self) -> Snapshot:
         """The block that is not done, as last reported."""
         if self._unread is not None:

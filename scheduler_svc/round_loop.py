@@ -245,10 +245,11 @@ class RoundLoop:
         if num_in_flight >= limit + is_fdfo:
             return False
         self._start_more()
-        changes = bool(rows.placed or rows.releases)
-        if not changes and (num_in_flight == limit or not rows.running):
+        starting = list(rows.placed)
+        continuing = [row for row in rows.running.values() if not row.is_parked]
+        changes = bool(starting or rows.releases)
+        if not changes and (num_in_flight == limit or not continuing):
             return False
-        starting, continuing = list(rows.placed), list(rows.running.values())
         request = self._round_message(starting, continuing)
         num_taken_pages = rows.send()
         sent_rows = [(row, row.attempt) for row in starting + continuing]
@@ -276,7 +277,7 @@ class RoundLoop:
             return
         if self._now() - self._asked_at >= ASK_EVERY_S:
             self._asked_at = self._now()
-            self.queue.remove(request)
+            self.queue.take(request)
             self.rows.place(request)
 
     def _fits_elsewhere(self, request: Request) -> bool:
@@ -351,7 +352,7 @@ class RoundLoop:
         found no page for its next block; it keeps its slot and its pages."""
         status = row.status
         if status in (pb.ROW_STATUS_RUNNING, pb.ROW_STATUS_ENDED):  # its prefix is there
-            self.queue.push_front(request.stream.take_held())
+            self.queue.push_held(request.stream.take_held())
         if status == pb.ROW_STATUS_ENDED:
             del self.running[request.name]
             if not request.is_finished:

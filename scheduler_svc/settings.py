@@ -94,6 +94,30 @@ class SchedulerSettings(SecuritySettings):
     max_queued_requests: int = setting(
         1024, help="requests that wait for a row; one more is refused", metavar="N", minimum=1
     )
+    max_queued_requests_per_client: int = setting(
+        0,
+        help="the same for one client (the name of an API key, or all callers where there are none); 0 = no limit",
+        metavar="N",
+        minimum=0,
+    )
+    max_running_requests_per_client: int = setting(
+        0,
+        help="rows that one client may have at all workers; its other requests wait; 0 = no limit",
+        metavar="N",
+        minimum=0,
+    )
+    max_stream_buffer_bytes: int = setting(
+        1024 * 1024,
+        help="bytes a client has not read after which its request is parked; it goes on when half of them are read",
+        metavar="BYTES",
+        minimum=1,
+    )
+    slow_reader_timeout_s: float = setting(
+        60.0,
+        help="a client that takes nothing for this many seconds, while there is something to read, loses its request",
+        metavar="SECONDS",
+        minimum=0.1,
+    )
     served_model_name: str | None = setting(
         None, help="name told to clients; default: the folder's", metavar="NAME", check=_check_not_empty
     )

@@ -1,9 +1,13 @@
-"""What a client reads: the events of all samples of its request, in the order in which they happened."""
+"""What a client reads: the events of all samples of its request, in the order in which they happened.
+
+What is not read yet is bounded: past `max_buffer_bytes` the request is parked, which keeps its rows out of rounds, and
+goes on when less than half is left. Rounds that are on their way then still add what they bring.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,22 +30,34 @@ class Stream:
     """One live call of a client. `held`: samples that start when the first one has put the prompt into the cache.
 
     `name`: what tells the request from all others of this scheduler, also at the workers; see `live_name`.
-    `request_part`: what every resume value begins with, serialised. `timer`: ends it before the client's deadline.
+    `request_part`: what every resume value begins with, serialised. `on_park`: called when it is parked and when it
+    goes on. `timer`: ends it before the client's deadline.
     """
 
     request_id: str
     outbox: Outbox
     name: str
     request_part: bytes = b""
+    client: str = ""
+    max_buffer_bytes: int = 2**63
+    on_park: Callable[[Stream], None] = lambda stream: None
     samples: list[Request] = field(default_factory=list)
     held: list[Request] = field(default_factory=list)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     timer: asyncio.TimerHandle | None = None
+    buffered_bytes: int = 0
+    is_parked: bool = False
 
     @property
     def is_finished(self) -> bool:
         """Whether every sample has its terminal event."""
         return all(sample.is_finished for sample in self.samples)
+
+    @property
+    def may_start(self) -> bool:
+        """Not while its client must read first, nor when its deadline is here."""
+        is_late = self.timer is not None and self.timer.when() <= asyncio.get_running_loop().time()
+        return not (self.is_parked or is_late)
 
     def cost(self) -> dict[str, int]:
         """What all samples together took and gave, for the log."""
@@ -68,6 +84,15 @@ class Stream:
     def put(self, response: api.GenerateResponse) -> None:
         """One more event."""
         self.outbox.put(self.events, response)
+        self._buffer(response.ByteSize())
+
+    def _buffer(self, num_bytes: int) -> None:
+        """So many bytes more or, below 0, less are not read yet."""
+        self.buffered_bytes += num_bytes
+        limit = self.max_buffer_bytes // 2 if self.is_parked else self.max_buffer_bytes
+        if (self.buffered_bytes > limit) != self.is_parked:
+            self.is_parked = not self.is_parked
+            self.on_park(self)
 
     def fail(self, error: ServiceError) -> None:
         """End all samples that have not ended with an error instead of their Finished."""
@@ -97,3 +122,4 @@ class Stream:
                 raise event
             num_open -= event.HasField("finished")
             yield event
+            self._buffer(-event.ByteSize())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -232,6 +233,14 @@ def test_the_three_kinds_of_prompt() -> None:
         ("x", {"priority": 2**31}, "priority"),
         ("x", {"timeout": 0}, "timeout"),
         ("x", {"timeout": float("nan")}, "timeout"),
+        ("x", {"timeout": 1e300}, "timeout"),
+        ("x", {"timeout": "soon"}, "timeout"),
+        ("x", {"stop": 5}, "stop"),
+        ("x", {"stop_token_ids": 7}, "stop_token_ids"),
+        ("x", {"algorithm_params": [1]}, "algorithm_params"),
+        ("x", {"request_id": "\ud800"}, "request_id"),
+        ("x", {"ignore_eos": "yes"}, "ignore_eos"),
+        (None, {"messages": 7}, "messages"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_by_name(prompt: Any, options: Any, field: str) -> None:
@@ -239,6 +248,17 @@ def test_what_cannot_be_sent_is_refused_by_name(prompt: Any, options: Any, field
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=field) as caught:
         client.stream(prompt, **options)
     assert caught.value.field == field
+    assert re.match(rf"{field}\S*: (must be|give) ", str(caught.value)), "in words of the option, not of protobuf"
+
+
+def test_a_value_that_does_not_fit_is_shown_cut() -> None:
+    """The error says what the option takes, and shows what it was given, never more than fits a line."""
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as caught:
+        client.stream("x", max_new_tokens=2**40)
+    assert str(caught.value) == "max_new_tokens: must be a whole number from 0 to 2**32 - 1, not 1099511627776"
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as caught:
+        client.stream("x", stop_token_ids=[-1] * 100_000)
+    assert len(str(caught.value)) < 200
 
 
 def test_an_option_that_does_not_exist() -> None:

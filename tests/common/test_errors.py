@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast, get_args
 
 import grpc
@@ -66,9 +66,8 @@ def _over_the_wire(error: ServiceError) -> grpc.aio.AioRpcError:
 def _detail(error: grpc.aio.AioRpcError, kind: type[M]) -> M:
     status = rpc_status.from_call(cast(grpc.Call, error))
     assert status is not None
-    (packed,) = status.details
     detail = kind()
-    assert packed.Unpack(detail)
+    assert any(packed.Unpack(detail) for packed in status.details)
     return detail
 
 
@@ -96,10 +95,14 @@ def test_invalid_field_names_the_field() -> None:
     assert [(v.field, v.description) for v in detail.field_violations] == [("sampling.top_p", "must be above 0")]
 
 
-def test_queue_full_says_when_to_try_again() -> None:
-    """RESOURCE_EXHAUSTED carries a RetryInfo with the delay."""
-    detail = _detail(_over_the_wire(QueueFull(1.25)), error_details_pb2.RetryInfo)
-    assert detail.retry_delay.ToTimedelta().total_seconds() == 1.25
+@pytest.mark.parametrize(("of_client", "reason"), [(False, "QUEUE_FULL"), (True, "CLIENT_QUEUE_FULL")])
+def test_queue_full_says_when_to_try_again(of_client: bool, reason: str) -> None:
+    """RESOURCE_EXHAUSTED carries a RetryInfo with the delay, and an ErrorInfo that says whose queue is full."""
+    error = _over_the_wire(QueueFull(1.25, of_client=of_client))
+    delay = _detail(error, error_details_pb2.RetryInfo).retry_delay
+    assert delay.ToTimedelta().total_seconds() == 1.25
+    info = _detail(error, error_details_pb2.ErrorInfo)
+    assert (info.reason, info.domain) == (reason, "fdfo.scheduler")
 
 
 @pytest.mark.parametrize("reason", get_args(RefusalReason))
@@ -114,8 +117,8 @@ def test_other_failures_have_no_refusal_reason() -> None:
     assert refusal_reason(_over_the_wire(QueueFull(1))) is None
 
     class Foreign(ServiceError):
-        def detail(self) -> Message:
-            return error_details_pb2.ErrorInfo(reason="DRAINING", domain="elsewhere.example")
+        def details(self) -> Sequence[Message]:
+            return (error_details_pb2.ErrorInfo(reason="DRAINING", domain="elsewhere.example"),)
 
     assert refusal_reason(_over_the_wire(Foreign("no"))) is None
 
@@ -124,7 +127,7 @@ def test_a_detail_that_contradicts_its_status_is_no_refusal() -> None:
     """A proxy that rewrote the status code does not make the scheduler trip."""
 
     packed = AnyMessage()
-    packed.Pack(Refused("DRAINING", "no").detail())
+    packed.Pack(Refused("DRAINING", "no").details()[0])
     status = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="no", details=[packed])
 
     async def call(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:

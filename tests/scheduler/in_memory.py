@@ -148,13 +148,15 @@ class Bench:
         )
 
     async def submit(self, request_id: str, prompt: list[int], max_new_tokens: int = 40, **fields: object) -> Stream:
+        """`fields`: of the message, and `client`."""
+        client = str(fields.pop("client", ""))
         message = api.GenerateRequest(
             request_id=request_id,
             prompt_ids=api.TokenIds(ids=prompt),
             max_new_tokens=max_new_tokens,
             **fields,  # type: ignore[arg-type]
         )
-        return await self.scheduler.submit(message)
+        return await self.scheduler.submit(message, client)
 
     async def read(self, stream: Stream) -> tuple[list[int], api.Finished]:
         """All published ids and the last event of a request with one sample."""

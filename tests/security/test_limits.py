@@ -50,7 +50,7 @@ def test_nesting_without_end_is_refused() -> None:
             )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(b"\xfb\x07" * 1_000_000 + b"\xfc\x07" * 1_000_000).read()
-            assert caught.value.code() is grpc.StatusCode.UNKNOWN  # gRPC's own for what does not parse
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert not running.scheduler.live
             async with AsyncClient(running.target) as client:
                 assert (await client.generate(prompt_ids=[5], max_new_tokens=3)).token_ids

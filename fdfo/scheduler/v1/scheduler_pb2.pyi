@@ -277,7 +277,7 @@ class WorkerState(_message.Message):
     def __init__(self, target: _Optional[str] = ..., worker_epoch: _Optional[str] = ..., ready: bool = ..., rows: _Optional[int] = ..., max_rows: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_total: _Optional[int] = ..., last_error: _Optional[str] = ...) -> None: ...
 
 class SchedulerCounters(_message.Message):
-    __slots__ = ("requests_finished", "requests_aborted", "rounds", "forwards", "denoise_row_forwards", "waiting_row_forwards", "prefill_tokens", "published_tokens", "blocks_done", "restarts", "preemptions", "device_ms", "round_trip_ms", "host_ms", "allocator_calls")
+    __slots__ = ("requests_finished", "requests_aborted", "rounds", "forwards", "denoise_row_forwards", "waiting_row_forwards", "prefill_tokens", "published_tokens", "blocks_done", "restarts", "preemptions", "device_ms", "round_trip_ms", "host_ms", "allocator_calls", "requests_rejected", "requests_expired", "times_parked")
     REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_ABORTED_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +293,9 @@ class SchedulerCounters(_message.Message):
     ROUND_TRIP_MS_FIELD_NUMBER: _ClassVar[int]
     HOST_MS_FIELD_NUMBER: _ClassVar[int]
     ALLOCATOR_CALLS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    TIMES_PARKED_FIELD_NUMBER: _ClassVar[int]
     requests_finished: int
     requests_aborted: int
     rounds: int
@@ -308,7 +311,10 @@ class SchedulerCounters(_message.Message):
     round_trip_ms: float
     host_ms: float
     allocator_calls: int
-    def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., rounds: _Optional[int] = ..., forwards: _Optional[int] = ..., denoise_row_forwards: _Optional[int] = ..., waiting_row_forwards: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., published_tokens: _Optional[int] = ..., blocks_done: _Optional[int] = ..., restarts: _Optional[int] = ..., preemptions: _Optional[int] = ..., device_ms: _Optional[float] = ..., round_trip_ms: _Optional[float] = ..., host_ms: _Optional[float] = ..., allocator_calls: _Optional[int] = ...) -> None: ...
+    requests_rejected: int
+    requests_expired: int
+    times_parked: int
+    def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., rounds: _Optional[int] = ..., forwards: _Optional[int] = ..., denoise_row_forwards: _Optional[int] = ..., waiting_row_forwards: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., published_tokens: _Optional[int] = ..., blocks_done: _Optional[int] = ..., restarts: _Optional[int] = ..., preemptions: _Optional[int] = ..., device_ms: _Optional[float] = ..., round_trip_ms: _Optional[float] = ..., host_ms: _Optional[float] = ..., allocator_calls: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., requests_expired: _Optional[int] = ..., times_parked: _Optional[int] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
     __slots__ = ("scheduler_id", "version", "served_model_name", "fingerprint", "block_size", "context_length", "algorithm", "fdfo", "queued", "running", "max_queued_requests", "workers", "counters", "rounds_in_flight", "num_tokens")

@@ -60,14 +60,16 @@ class SchedulerServiceServicer(object):
         status:
         INVALID_ARGUMENT    a field is wrong; google.rpc.BadRequest names it. Nothing was done.
         ALREADY_EXISTS      the request id is live.
-        RESOURCE_EXHAUSTED  the queue is full; google.rpc.RetryInfo says when to try again.
+        RESOURCE_EXHAUSTED  the queue is full; google.rpc.RetryInfo says when to try again, google.rpc.ErrorInfo whether
+        it is the queue of all (QUEUE_FULL) or this client's part of it (CLIENT_QUEUE_FULL).
         UNAUTHENTICATED     the scheduler asks for an API key: metadata `authorization: Bearer KEY`.
         UNAVAILABLE         the scheduler is shutting down, or the connection was lost; to be resumed elsewhere.
         DEADLINE_EXCEEDED   the client's deadline passed. The scheduler ends the stream a little earlier itself, so
         that the client hears what was done.
-        ABORTED             another call resumed this request.
+        ABORTED             another call resumed this request, or the client did not read for too long.
         Before UNAVAILABLE, DEADLINE_EXCEEDED and ABORTED a scheduler sends one Interrupted for each sample that is not
         finished, if it still can.
+        A client that reads slowly slows its own request down: past a limit of unread bytes it does not run.
         Cancelling the call aborts the request.
 
         To resume: keep for each sample the committed_ids of all its messages and the resume value of the last one (of
