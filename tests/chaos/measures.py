@@ -88,9 +88,10 @@ def figures_of(sender: Sender, faults_at: Sequence[float], samples: Sequence[Sam
         "failed": float(sender.num_failed),
         "wall s": wall,
         "tokens/s": tokens_per_s(records, *middle),
-        "steadiness": tokens_per_s(records, half, middle[1]) / max(tokens_per_s(records, middle[0], half), 1e-9),
         "longest wait s": max((record.ended_at - record.sent_at for record in records), default=0.0),
     }
+    if first_half := tokens_per_s(records, middle[0], half):
+        figures["steadiness"] = tokens_per_s(records, half, middle[1]) / first_half
     if faults_at:
         recoveries = [recovery_s(records, at) for at in faults_at]
         figures["recovery s, median"] = statistics.median(recoveries)

@@ -35,6 +35,7 @@ class RunResult:
     answers: dict[int, Answer] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # of failed requests
 
 
 @dataclass
@@ -260,7 +261,8 @@ async def _run_killed_clients(load: Load, world: World, result: RunResult, say: 
 
 
 def _note_failures(records: Sequence[Record], result: RunResult) -> None:
-    for error, count in Counter(record.error for record in records if record.error).most_common(SHOWN_FAULTS):
+    result.errors = [record.error for record in records if record.error]
+    for error, count in Counter(result.errors).most_common(SHOWN_FAULTS):
         result.notes.append(f"failed {count} times: {error[:200]}")
 
 
@@ -269,6 +271,9 @@ def check_records(result: RunResult, checks: Checks, expected: dict[int, Answer]
     failed = int(result.figures.get("failed", 0))
     if failed != checks.failed:
         result.faults.append(f"{failed} requests failed, not {checks.failed}")
+    result.faults += [
+        f"a request failed otherwise: {error[:200]}" for error in result.errors if checks.error not in error
+    ]
     if expected is not None:
         missing = [number for number in expected if number not in result.answers]
         other = [number for number, answer in result.answers.items() if answer != expected.get(number)]

@@ -120,12 +120,13 @@ class Bound:
 class Checks:
     """What must hold beside the bounds.
 
-    failed: requests that may fail; with a poisoned one it is that one and no other.
+    failed: requests that may fail; with a poisoned one it is that one and no other. error: what each of them says.
     equal: answers equal those of the same load without events ("calm"), or those of the first run ("first run").
     idle_within_s: the pool is whole, nothing is held, queued or running, so long after the load's end.
     """
 
     failed: int = 0
+    error: str = ""
     equal: Literal["", "calm", "first run"] = ""
     idle_within_s: float = 5.0
 

@@ -16,6 +16,9 @@ SHORT = [
     "killed-clients",
     "lossy-network",
     "paused-worker",
+    "poisoned-request",
+    "rolling-workers",
+    "scheduler-kills",
     "small-pool",
     "worker-kills",
 ]
