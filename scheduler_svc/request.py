@@ -21,7 +21,7 @@ from scheduler_svc.stream import Stream
 from scheduler_svc.validation import GenerateSpec
 
 RowName = tuple[str, int]  # Stream.name and sample index
-DEATHS_BEFORE_SUSPICION = 2  # of workers, under a request that committed no block there
+DEATHS_BEFORE_SUSPICION = 2  # of workers, under a request that had not advanced there
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Request:
     attempt: int = 0
     num_preemptions: int = 0
     num_deaths: int = 0  # of workers, since it last committed a block
-    has_committed_there: bool = False  # a block, since its last start
+    has_advanced_there: bool = False  # since its last start, as far as we heard
     prefix_keys: tuple[int, ...] | None = None  # see placement.py
     committed_ids: list[int] = field(default_factory=list)  # all generated tokens of done blocks, up to the finish
     first_unmask_steps: list[int] = field(default_factory=list)  # of those not published yet, on request
@@ -156,7 +156,7 @@ class Request:
 
     def start_row(self, attempt: int) -> pb.StartRow:
         """Begin, or go on elsewhere, from the committed tokens and the incomplete block. `attempt` must rise."""
-        self.attempt, self.has_committed_there = attempt, False
+        self.attempt, self.has_advanced_there = attempt, False
         prefix = (self.spec.prompt_ids + self.committed_ids)[: self.block_index * self.block_size]
         sampling, block = self.spec.sampling, self.incomplete
         return pb.StartRow(
@@ -187,10 +187,12 @@ class Request:
             logprobs=block.logprobs,
         )
 
-    def keep_snapshot(self, rows: pb.RowReplies, place: int) -> None:
-        """The incomplete block as a reply shows it at `place`; one of another block is dropped."""
+    def keep_snapshot(self, rows: pb.RowReplies, place: int, forwards: int) -> None:
+        """The incomplete block as a reply shows it at `place`, after so many forwards in its round; one of another
+        block is dropped."""
         if rows.block_indexes[place] == self.block_index:
             self._unread = (rows, place)
+            self.has_advanced_there |= forwards > 0
 
     def commit_block(self, block: DoneBlock) -> bool:
         """A done block: publish what it brings and begin the next. False: an older block, dropped."""
@@ -203,7 +205,7 @@ class Request:
         self.first_unmask_steps += block.first_unmask_steps[new]
         self.logprobs += block.logprobs[new]
         self.block_index += 1
-        self.num_deaths, self.has_committed_there = 0, True
+        self.num_deaths, self.has_advanced_there = 0, True
         self._set_fresh_block([])
         if published.text or published.token_ids:
             self.stream.put(api.GenerateResponse(committed=self._committed(published)))

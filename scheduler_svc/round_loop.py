@@ -5,9 +5,9 @@ Replies are applied in the order of their rounds. When the worker is lost, its r
 with their incomplete blocks, under a new generation. So does a request that is preempted: for a row that finds no page
 for its next block, for a request of a higher class, or because this scheduler is above its allowance.
 
-A death of the worker counts against the requests that had committed no block since they started on it. Who has two
-runs alone (placement.py), and fails when a third worker dies under it. Moves for drain, preemption, a hang or a
-partition never count.
+A death of the worker counts against the requests of which no step was heard since they started on it. Who has two since
+its last block runs alone (placement.py), and fails when a third worker dies under it. Moves for drain, preemption, a
+hang or a partition never count.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class RoundLoop:
             if row.done is not None:
                 self.counters.blocks_done += request.commit_block(row.done)
             if row.snapshot is not None:
-                request.keep_snapshot(reply.rows, row.snapshot)
+                request.keep_snapshot(reply.rows, row.snapshot, row.forwards)
             self._settle(request, row, back, stuck)
         self.queue.push_front(back)
         self._update_room(reply.pages, reply.allowance)
@@ -416,7 +416,7 @@ class RoundLoop:
 
     def _count_death(self, request: Request) -> None:
         """The worker died under the request."""
-        if request.has_committed_there or request.is_finished:
+        if request.has_advanced_there or request.is_finished:
             return
         request.num_deaths += 1
         if request.num_deaths > DEATHS_BEFORE_SUSPICION:

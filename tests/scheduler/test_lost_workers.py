@@ -11,7 +11,7 @@ import torch
 
 from common.errors import Internal
 from tests.scheduler.in_memory import Bench, InMemoryLink, TimedLink, expected, play, play_timed
-from tests.worker.scripted import ScriptedRunner, assert_whole, effort, make_loop
+from tests.worker.scripted import BLOCK, MASK, ScriptedRunner, assert_whole, effort, make_loop
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.kv.store import KVStore
 from worker_svc.model_runner import ForwardInput
@@ -27,8 +27,13 @@ class Died(Exception):
 
 
 class MortalRunner(ScriptedRunner):
+    """Ends its worker over a block with POISON and at most so many masks."""
+
+    most_masks = BLOCK
+
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
-        if POISON in inputs.ids:
+        is_bad = (inputs.ids == POISON).any(dim=1) & ((inputs.ids == MASK).sum(dim=1) <= self.most_masks)
+        if is_bad.any():
             raise Died(len(set(inputs.slots.tolist())) - 1)
         return super().forward(inputs, kv)
 
@@ -103,6 +108,26 @@ def test_deaths_do_not_count_against_requests_that_committed_a_block() -> None:
         assert (await bench.read(stream))[0] == expected(1, 300)
 
     play(bench, scene)
+
+
+def test_a_request_that_ends_workers_at_a_later_step_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was heard before the first death is kept, so from then on it comes to that step at once; the others, of
+    which steps are heard all the time, are never under suspicion."""
+    MortalLink.deaths.clear()
+    monkeypatch.setattr(MortalRunner, "most_masks", BLOCK // 2)
+    bench = Bench(mortal_loop(), link_type=MortalLink, max_forwards=1)
+
+    async def scene() -> None:
+        good = [await bench.submit(f"good{n}", effort(30), 60) for n in range(2)]
+        bad = await bench.submit("bad", [*effort(9), POISON], 60)
+        with pytest.raises(Internal, match="3 workers died under the request"):
+            await bench.read(bad)
+        assert all(stream.samples[0].num_deaths == 0 for stream in good)
+        for stream in good:
+            assert (await bench.read(stream))[0] == expected(1, 60)
+
+    play(bench, scene)
+    assert len(MortalLink.deaths) == 4 and MortalLink.deaths[-1] == 0
 
 
 def test_suspects_are_cleared_by_a_block_of_their_own() -> None:
