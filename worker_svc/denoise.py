@@ -125,12 +125,25 @@ class DenoiseLoop:
         )
 
     def allowance(self, session: Session) -> pb.Allowance:
-        """All that is free or cached while nobody was refused in the last second, else an even share of the whole."""
+        """All that is free, cached or held by schedulers that may be gone, while nobody was refused in the last second;
+        else an even share of the whole."""
+        silent = self.leases.silent()
         if self.clock() - self._last_refusal_at < REFUSAL_MEMORY_S:
-            num_sessions = len(self.sessions)
-            return pb.Allowance(rows=self.slots.num_slots // num_sessions, pages=self.pool.total // num_sessions)
-        own_pages = sum(self.slots.num_pages(row.slot) for row in session.rows.values())
-        return pb.Allowance(rows=len(session.rows) + self.slots.num_free, pages=own_pages + self.pool.num_available)
+            num_live = len(self.sessions) - len(silent)
+            return pb.Allowance(rows=self.slots.num_slots // num_live, pages=self.pool.total // num_live)
+        rows = [row for each in (session, *silent) for row in each.rows.values()]
+        return pb.Allowance(
+            rows=len(rows) + self.slots.num_free,
+            pages=sum(self.slots.num_pages(row.slot) for row in rows) + self.pool.num_available,
+        )
+
+    def _take_from_silent(self) -> bool:
+        """Rows of schedulers that may be gone make way, before their lease ends; False if there are none. Such a
+        scheduler starts them again, if it is there."""
+        rows = [row for session in self.leases.silent() for row in session.rows.values()]
+        for row in rows:
+            self._free(row, pb.ROW_STATUS_RELEASED)
+        return bool(rows)
 
     # The loop ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +252,10 @@ class DenoiseLoop:
             if start.name.attempt <= older.name.attempt:
                 return RoundRow(None, pb.ROW_STATUS_BAD_STATE, f"attempt: must be above {older.name.attempt}")
             self._free(older, pb.ROW_STATUS_RELEASED)
-        slot = self.slots.open((start.block_index + 1) * self.config.block_size, start.prefix)
+        num_positions = (start.block_index + 1) * self.config.block_size
+        slot = self.slots.open(num_positions, start.prefix)
+        if slot is None and self._take_from_silent():
+            slot = self.slots.open(num_positions, start.prefix)
         if slot is None:
             self._last_refusal_at = self.clock()
             return RoundRow(None, pb.ROW_STATUS_NO_KV_SPACE)
@@ -276,7 +292,9 @@ class DenoiseLoop:
                 row.is_withheld, entry.forwards = False, 0
                 self._end(entry, row)
             elif row.phase is Phase.DONE:
-                if self.slots.grow(row.slot, (row.block_index + 2) * self.config.block_size):
+                num_positions = (row.block_index + 2) * self.config.block_size
+                has_page = self.slots.grow(row.slot, num_positions)
+                if has_page or (self._take_from_silent() and self.slots.grow(row.slot, num_positions)):
                     row.block_index += 1
                     row.phase = Phase.DENOISE
                     rolling.setdefault(row.algorithm, []).append(row)

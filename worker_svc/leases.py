@@ -8,6 +8,7 @@ from common.errors import Refused, ServiceError, Unavailable
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.rounds import Session
 
+SILENT_S = 5.0  # longer than a scheduler repeats a call whose answer was lost
 MAX_SCHEDULERS = 1024  # with a lease at one time
 MAX_PAST_SCHEDULERS = 1024  # whose last generation is remembered after their lease
 
@@ -57,6 +58,11 @@ class Leases:
         session.refuse_all(error)
         self._free_rows(session)
         del self.sessions[session.scheduler_id]
+
+    def silent(self) -> list[Session]:
+        """Schedulers that may be gone: no call of theirs is served, and none came for SILENT_S."""
+        since = self._clock() - SILENT_S
+        return [session for session in self.sessions.values() if session.last_seen < since and not session.is_in_use]
 
     def expire(self) -> None:
         """Forget who was silent for too long."""

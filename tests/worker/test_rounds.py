@@ -282,3 +282,43 @@ def test_a_malformed_round_is_refused_by_field(field: str, change: dict[str, obj
     with pytest.raises(InvalidField) as caught:
         decode_round(pb.RunRoundRequest(**values), make_loop().start_rules)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+def test_rows_of_a_silent_scheduler_make_way_for_those_of_another() -> None:
+    """Not within 5 s of its last call, nor while one of its calls is served; who is back finds its rows missing. The
+    allowance counts what a silent one holds as free."""
+    clock = Clock()
+    loop = make_loop(num_slots=2, num_pages=8, clock=clock)
+    gone, other = Driver(loop, "gone"), Driver(loop, "other")
+    gone.run(starts=[start("a", effort(3)), start("b", effort(9))])
+    clock.now += 4.9
+    refused = other.run(starts=[start("c", effort(3))])
+    assert list(refused.rows.statuses) == [pb.ROW_STATUS_NO_KV_SPACE]
+    assert (refused.allowance.rows, refused.allowance.pages) == (1, 4)
+    clock.now += 1.1
+    assert other.run().allowance == pb.Allowance(rows=2, pages=8)
+    taken = other.run(starts=[start("c", effort(3), attempt=2)])
+    assert list(taken.rows.statuses) == [pb.ROW_STATUS_RUNNING]
+    assert not loop.leases.sessions["gone"].rows
+    back = gone.run(continues=names("a", "b"))
+    assert list(back.rows.statuses) == [pb.ROW_STATUS_SLOT_MISSING] * 2
+    served = gone.send(starts=[start("a", effort(30), attempt=2)])
+    loop.tick()
+    clock.now += 20
+    assert not served
+    assert list(other.run(starts=[start("d", effort(3))]).rows.statuses) == [pb.ROW_STATUS_NO_KV_SPACE]
+    assert "a" in {row.name.key.request_id for row in loop.leases.sessions["gone"].rows.values()}
+    assert_whole(loop)
+
+
+def test_a_row_that_needs_a_page_takes_it_from_a_silent_scheduler() -> None:
+    """A rollover finds its page where nobody asks for it any more."""
+    clock = Clock()
+    loop = make_loop(num_slots=2, num_pages=2, clock=clock)
+    gone, other = Driver(loop, "gone"), Driver(loop, "other")
+    gone.run(starts=[start("a", effort(3))])
+    other.run(starts=[start("b", effort(3))])
+    assert list(other.run(continues=names("b")).rows.statuses) == [pb.ROW_STATUS_NO_KV_SPACE]
+    clock.now += 6
+    assert list(other.run(continues=names("b")).rows.statuses) == [pb.ROW_STATUS_RUNNING]
+    assert_whole(loop, held=2)
