@@ -52,7 +52,7 @@ class Request:
     published_characters: int = 0
     published_before: int = 0  # tokens, by another call
     num_told_ids: int = 0  # committed ids that a message carried
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # of the prompt, as its first start found it
     is_finished: bool = False
     _incomplete: Snapshot = field(init=False)
     _unread: tuple[pb.RowReplies, int] | None = None  # a newer one, in the reply that brought it
@@ -90,7 +90,7 @@ class Request:
         self.num_told_ids = len(self.committed_ids)
         self.logprobs, self.first_unmask_steps = list(sample.logprobs), list(sample.first_unmask_steps)
         self.forwards, self.rounds = sample.usage.forwards, sample.usage.rounds
-        self.cached_tokens = sample.usage.cached_tokens
+        self.cached_tokens = sample.usage.cached_tokens if past.committed_ids else None
         self.published_characters = characters
         self.published_tokens = self.published_before = tokens
         self._begin_block()
@@ -249,7 +249,7 @@ class Request:
         return api.Usage(
             prompt_tokens=len(self.spec.prompt_ids),
             completion_tokens=self.published_tokens,
-            cached_tokens=min(self.cached_tokens, len(self.spec.prompt_ids)),  # a restart finds output too
+            cached_tokens=self.cached_tokens or 0,
             forwards=self.forwards,
             rounds=self.rounds,
         )

@@ -36,6 +36,7 @@ from scheduler_svc.workers import RECONNECT_EVERY_S, Link, WorkerLost
 HEARTBEAT_EVERY_S = 10.0
 FULL_POLL_S = 0.25  # while requests wait for space that another scheduler may free
 ASK_EVERY_S = 1.0  # for a start that does not fit
+HAS_STARTED = (pb.ROW_STATUS_RUNNING, pb.ROW_STATUS_PREFILLING, pb.ROW_STATUS_ENDED)
 SILENT_S = 0.5  # with all its rounds on their way: nothing more is placed there
 
 log = structlog.get_logger()
@@ -327,8 +328,8 @@ class RoundLoop:
                 continue
             request.rounds += 1
             request.forwards += row.forwards
-            if not request.committed_ids:  # a later start finds its own output too
-                request.cached_tokens = request.cached_tokens or row.cached_tokens
+            if request.cached_tokens is None and row.status in HAS_STARTED:
+                request.cached_tokens = row.cached_tokens  # a later start finds its own pages too
             if row.done is not None:
                 self.counters.blocks_done += request.commit_block(row.done)
             if row.snapshot is not None:

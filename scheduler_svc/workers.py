@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -89,11 +90,15 @@ class WorkerLink:
         self.scheduler_id = scheduler_id
         self.last_error = "not connected yet"
         make_stub = worker_pb2_grpc.WorkerServiceStub
-        self._connection = Connection(target, make_stub, CHANNEL_OPTIONS, tls=tls, api_key=api_key_file)
+        self._new = partial(Connection, target, make_stub, CHANNEL_OPTIONS, tls=tls, api_key=api_key_file)
+        self._connection = self._new()
 
     async def get_info(self) -> pb.GetWorkerInfoResponse:
-        """The worker's facts, as soon as it answers."""
+        """The worker's facts, as soon as it answers. Every try has a connection of its own: the last one may be dead
+        without a word, which nothing but silence tells."""
         while True:
+            await self._connection.close()
+            self._connection = self._new()
             try:
                 request = pb.GetWorkerInfoRequest(scheduler_id=self.scheduler_id)
                 stub = self._connection.stub

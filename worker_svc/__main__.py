@@ -50,8 +50,10 @@ def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
     page_size = settings.page_size or block_size
     if page_size % block_size:
         raise SettingsError(f"--page-size {page_size} must be a multiple of the block size {block_size}")
-    if settings.chunked_prefill_size < block_size:
-        raise SettingsError(f"--chunked-prefill-size must be at least the block size {block_size}")
+    if settings.chunked_prefill_size < block_size or settings.chunked_prefill_size % block_size:
+        raise SettingsError(
+            f"--chunked-prefill-size {settings.chunked_prefill_size} must be a multiple of the block size {block_size}"
+        )
     whole_context = -(-folder.context_length // page_size) * page_size
     most = settings.max_running_requests * whole_context
     total_tokens = settings.max_total_tokens or max(whole_context, min(most, DEFAULT_MAX_TOTAL_TOKENS))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from worker_svc.rows import Row, RowKey, RowName, Start
     from worker_svc.starts import BadStart
 
-MAX_ROUNDS_KEPT = 16  # waiting, and replied but not acknowledged; a scheduler keeps k + 1 of each
+MAX_ROUNDS_KEPT = 32  # waiting, and replied but not acknowledged; a scheduler keeps k + 1 of each, k at most 16
 
 Deliver = Callable[[pb.RunRoundResponse | ServiceError], None]
 

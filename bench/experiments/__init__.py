@@ -8,6 +8,7 @@ from bench.experiments.busy_share import busy
 from bench.experiments.caching import prefix_cache
 from bench.experiments.cases import Case, Progress, Scale
 from bench.experiments.closed_loops import fused_commit, modes, re_loop
+from bench.experiments.ending import early_end
 from bench.experiments.growing import growth
 from bench.experiments.prompts import long_prompt, upstream
 from bench.experiments.scaling import scheduler, workers
@@ -21,6 +22,7 @@ EXPERIMENTS: dict[str, Callable[[Services, Scale, Progress], Iterator[Case]]] = 
     "re-loop": re_loop,
     "busy": busy,
     "fused-commit": fused_commit,
+    "early-end": early_end,
     "in-place": in_place,
     "prefix-cache": prefix_cache,
     "upstream": upstream,

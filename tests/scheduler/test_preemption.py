@@ -53,6 +53,7 @@ def test_answers_in_a_tiny_pool_are_those_in_a_big_one(in_flight: int, fdfo: boo
     assert bench.scheduler.counters.preemptions == sum(counts) > 0
     assert bench.scheduler.counters.restarts == 0
     assert counts[0] == 0, "the first to start is never the last that started"
+    assert [stream.samples[0].cached_tokens for stream in streams] == [0] * len(PROMPTS), "what it found itself later"
     assert_whole(loop, held=0)
 
 
