@@ -11,17 +11,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.architectures import ARCHITECTURES, CheckpointError
 from common.model_folder import ModelFolder
-from worker_svc.models.base import BlockModel, CheckpointError
-from worker_svc.models.configuration_llada2_moe import read_config
-from worker_svc.models.llada2_moe import LLaDA2Moe
+from worker_svc.models.base import BlockModel
+from worker_svc.models.decoder import Decoder
 
-__all__ = ["MODELS", "CheckpointError", "load_model"]
-
-# By `architectures[0]` of config.json: from its keys to a model with weights still to be loaded.
-MODELS: dict[str, Callable[[dict[str, Any], torch.dtype], BlockModel]] = {
-    "LLaDA2MoeModelLM": lambda raw, dtype: LLaDA2Moe(read_config(raw), dtype),
-}
+__all__ = ["CheckpointError", "load_model"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED_DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -52,19 +47,17 @@ def load_model(
     its place, so that never more than one tensor is there twice. `on_progress(bytes_read, bytes_total)` is called about
     ten times. Raises CheckpointError, one line, for whatever cannot be served.
     """
-    build = MODELS.get(folder.architecture)
-    if build is None:
-        raise CheckpointError(f"architecture {folder.architecture!r} is not served; known: {', '.join(MODELS)}")
+    backbone = ARCHITECTURES[folder.architecture].backbone(folder.config)
     if dtype is None:
         dtype = _stored_dtype(folder.config)
     with torch.device("meta"):  # shapes without memory
-        shapes = build(folder.config, dtype)
+        shapes = Decoder(backbone, dtype)
     stored = _read_headers(_weight_files(folder.path))
     merged_experts = any(name.endswith(".mlp.experts.gate_proj") for name in stored)
     _compare(stored, shapes.checkpoint_tensors(merged_experts))
 
     with torch.device(device):
-        model = build(folder.config, dtype)
+        model = Decoder(backbone, dtype)
     places = model.checkpoint_tensors(merged_experts)
     total_bytes = sum(tensor.num_bytes for tensor in stored.values())
     done_bytes, reported_tenths = 0, 0
