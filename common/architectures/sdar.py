@@ -13,7 +13,7 @@ from common.architectures.config_keys import MAX_EXPERTS, MAX_LAYERS, ConfigKeys
 def dense_backbone(raw: Mapping[str, Any]) -> Backbone:
     """Absent keys have the defaults of Qwen3's configuration class."""
     keys = ConfigKeys(raw)
-    return dataclasses.replace(_attention(keys), intermediate_size=keys.integer("intermediate_size"))
+    return dataclasses.replace(_attention(keys, head_dim=128), intermediate_size=keys.integer("intermediate_size"))
 
 
 def moe_backbone(raw: Mapping[str, Any]) -> Backbone:
@@ -21,7 +21,9 @@ def moe_backbone(raw: Mapping[str, Any]) -> Backbone:
     keys = ConfigKeys(raw)
     keys.only("decoder_sparse_step", 1)
     keys.only("mlp_only_layers", [], None)
-    num_experts, per_token = keys.integer("num_experts", most=MAX_EXPERTS), keys.integer("num_experts_per_tok")
+    # transformers 5 writes another name than the published files have.
+    experts_key = "num_local_experts" if "num_local_experts" in raw and "num_experts" not in raw else "num_experts"
+    num_experts, per_token = keys.integer(experts_key, most=MAX_EXPERTS), keys.integer("num_experts_per_tok")
     check(per_token <= num_experts, f"num_experts_per_tok {per_token} is over num_experts {num_experts}")
     experts = Experts(
         num_experts=num_experts,
@@ -33,14 +35,14 @@ def moe_backbone(raw: Mapping[str, Any]) -> Backbone:
     return dataclasses.replace(_attention(keys), experts=experts)
 
 
-def _attention(keys: ConfigKeys) -> Backbone:
-    """All but the feed-forward."""
+def _attention(keys: ConfigKeys, head_dim: int | None = None) -> Backbone:
+    """All but the feed-forward. `head_dim`: the default; None = what the hidden size gives each head."""
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False, None)
     keys.only("use_sliding_window", False, None)
     hidden_size, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     num_kv_heads = keys.integer("num_key_value_heads")
-    head_dim = keys.integer("head_dim", 128)
+    head_dim = keys.integer("head_dim", hidden_size // num_heads if head_dim is None else head_dim)
     check_heads(num_heads, num_kv_heads, head_dim, hidden_size)
     return Backbone(
         vocab_size=keys.integer("vocab_size"),

@@ -39,6 +39,7 @@ class Bench:
     batch_invariant: bool = False
     blocks_per_page: int = 1
     page_seed: int = 0
+    logit_shift: int = 0
     kv: KVStore = field(init=False)
     runner: TorchModelRunner = field(init=False)
 
@@ -60,7 +61,9 @@ class Bench:
         self.kv.page_table[:] = (torch.randperm(num_pages, generator=generator) + 1).view(NUM_SLOTS, -1)
         for pool in (self.kv.k, self.kv.v):
             pool[:, 1:] = float("nan")  # as freed pages may be
-        self.runner = TorchModelRunner(self.model, ATTENTION_BACKENDS["torch"](), self.batch_invariant)
+        self.runner = TorchModelRunner(
+            self.model, ATTENTION_BACKENDS["torch"](), self.batch_invariant, self.logit_shift
+        )
 
     def forward(self, *parts: Part) -> list[Tensor]:
         """One forward over all parts; for each the logits [tokens, V] of its blocks."""

@@ -1,0 +1,209 @@
+"""Each architecture against an independent implementation: the forward, and what is read of its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.architectures import ARCHITECTURES, CheckpointError
+from common.model_folder import ModelFolderError, read_model_folder
+from tests.model.checkpoints import merge_experts
+from tests.model.forwards import Bench, Part, in_blocks, model_of, random_ids
+from tests.model.published import CONFIGS, VOCAB, published, published_folder, write_published
+from tests.text.folders import byte_tokenizer
+from worker_svc.models.loading import load_model
+
+QWEN_NAMES = sorted(CONFIGS.keys() - {"LLaDA2MoeModelLM"})
+every_architecture = pytest.mark.parametrize("name", sorted(CONFIGS))
+
+
+def in_two_forwards(bench: Bench, ids: list[int]) -> Tensor:
+    """Logits [n, V] of all blocks: a chunk of all but the last, then that one over its KV."""
+    *before, last = in_blocks(ids, bench.block_size)
+    return torch.cat([*bench.forward(Part(0, 0, before)), *bench.forward(Part(0, len(before), [last]))])
+
+
+def same(got: Tensor, expected: Tensor) -> bool:
+    """Within 1e-5, and the same token everywhere."""
+    return bool(((got - expected).abs().max() < 1e-5) & (got.argmax(-1) == expected.argmax(-1)).all())
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("name", QWEN_NAMES)
+@pytest.mark.parametrize("block_size", [4, 8, 16, 32, 64])
+def test_the_forward_is_that_of_transformers(name: str, block_size: int, batch_invariant: bool) -> None:
+    """Blocks over cached blocks give the logits of Qwen3, Qwen3-MoE and Qwen2 under a block mask, for all block sizes."""
+    config, weights, forward = published(name)
+    ids = [token % VOCAB for token in random_ids(3 * block_size, seed=block_size)]
+    bench = Bench(model_of(config, weights), block_size, batch_invariant)
+    assert same(in_two_forwards(bench, ids), forward(ids, block_size))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Fast_dLLM_QwenForCausalLM", {"tie_word_embeddings": True}),
+        ("SDARForCausalLM", {"tie_word_embeddings": True}),
+        ("SDARForCausalLM", {"num_key_value_heads": 4}),
+        ("SDARForCausalLM", {"rope_theta": 1000.0, "rms_norm_eps": 1e-2}),
+        ("SDARMoeForCausalLM", {"norm_topk_prob": False}),
+        ("SDARMoeForCausalLM", {"num_experts_per_tok": 8}),
+    ],
+    ids=str,
+)
+def test_variants_of_the_configuration(name: str, changes: dict[str, Any]) -> None:
+    """Each key that changes the forward is followed."""
+    config, weights, forward = published(name, seed=1, **changes)
+    ids = [token % VOCAB for token in random_ids(12, seed=2)]
+    assert same(in_two_forwards(Bench(model_of(config, weights), 4), ids), forward(ids, 4))
+
+
+def test_shifted_logits_are_rolled_by_one() -> None:
+    """Row i has the logits of row i - 1, and row 0, which speaks of the next block, those of the last row."""
+    config, weights, forward = published("Fast_dLLM_QwenForCausalLM")
+    ids = [token % VOCAB for token in random_ids(24, seed=3)]
+    bench = Bench(model_of(config, weights), 8, logit_shift=1)
+    plain = forward(ids, 8).view(3, 8, -1)
+    assert same(in_two_forwards(bench, ids), torch.cat([plain[:, -1:], plain[:, :-1]], dim=1).flatten(0, 1))
+
+
+@every_architecture
+def test_a_published_folder(name: str, tmp_path: Path) -> None:
+    """The folder resolves to the architecture's facts, special ids by text, and its weights load as they are."""
+    folder = published_folder(tmp_path, name)
+    architecture = ARCHITECTURES[name]
+    block_size = {"LLaDA2MoeModelLM": 32, "Fast_dLLM_QwenForCausalLM": 32}.get(name, 4)
+    assert (folder.block_size, folder.logit_shift) == (block_size, int(name.startswith("Fast")))
+    assert folder.algorithms == architecture.algorithms and not folder.warnings
+    tokenizer_ids = {"LLaDA2MoeModelLM": (257, (256, 258)), "Fast_dLLM_QwenForCausalLM": (259, (258,))}
+    assert (folder.mask_token_id, folder.stop_token_ids) == tokenizer_ids.get(name, (259, (256, 258)))
+    config, weights, _ = published(name)
+    ids = [token % VOCAB for token in random_ids(16, seed=5)]
+    loaded = load_model(folder, dtype=None, device="cpu")
+    assert torch.equal(
+        in_two_forwards(Bench(loaded, 4), ids), in_two_forwards(Bench(model_of(config, weights), 4), ids)
+    )
+
+
+@every_architecture
+def test_published_ids_without_the_texts(name: str, tmp_path: Path) -> None:
+    """A tokenizer without the usual texts leaves the ids of the published checkpoint."""
+    config, weights, _ = published(name)
+    write_published(tmp_path, name, config | {"vocab_size": 160_000}, weights)
+    byte_tokenizer([], ()).save(str(tmp_path / "tokenizer.json"))
+    folder = read_model_folder(tmp_path)
+    assert (folder.mask_token_id, folder.stop_token_ids) == {
+        "LLaDA2MoeModelLM": (156895, (156892, 156900)),
+        "SDARForCausalLM": (151669, (151643, 151645)),
+        "SDARMoeForCausalLM": (151669, (151643, 151645)),
+        "Fast_dLLM_QwenForCausalLM": (151665, (151645,)),
+    }[name]
+
+
+def test_experts_of_sdar_in_both_layouts(tmp_path: Path) -> None:
+    """A tensor per expert and one per layer are the same model to the bit."""
+    name = "SDARMoeForCausalLM"
+    config, weights, _ = published(name)
+    merged = read_model_folder(write_published(tmp_path, name, config, merge_experts(weights)))
+    ids = [token % VOCAB for token in random_ids(8, seed=6)]
+    expected = in_two_forwards(Bench(model_of(config, weights), 4), ids)
+    assert torch.equal(in_two_forwards(Bench(load_model(merged, dtype=None, device="cpu"), 4), ids), expected)
+
+
+def test_what_overrides_the_block_size(tmp_path: Path) -> None:
+    """The flag comes before the key of config.json, and that before the description; another size is another model."""
+    name = "SDARForCausalLM"
+    config, weights, _ = published(name)
+    plain = published_folder(tmp_path, name)
+    assert plain.block_size == 4
+    write_published(tmp_path, name, config | {"block_size": 16}, weights)
+    assert read_model_folder(tmp_path).block_size == 16
+    overridden = read_model_folder(tmp_path, block_size=64)
+    assert overridden.block_size == 64
+    assert overridden.fingerprint != read_model_folder(tmp_path).fingerprint != plain.fingerprint
+    with pytest.raises(ModelFolderError, match="block_size must be a positive integer"):
+        read_model_folder(write_published(tmp_path, name, config | {"block_size": "4"}, weights))
+
+
+def test_what_overrides_the_mask_id(tmp_path: Path) -> None:
+    """The flag comes before the token's text, and config.json before the published id; what is no id is refused."""
+    name = "SDARForCausalLM"
+    config, weights, _ = published(name)
+    folder = published_folder(tmp_path, name, mask_token_id=7)
+    assert folder.mask_token_id == 7 and folder.fingerprint != published_folder(tmp_path, name).fingerprint
+    with pytest.raises(ModelFolderError, match="mask token id 320 must be below"):
+        published_folder(tmp_path, name, mask_token_id=VOCAB)
+    write_published(tmp_path, name, config | {"mask_token_id": 9}, weights)
+    assert read_model_folder(tmp_path).mask_token_id == 259
+    byte_tokenizer([], ("<|im_end|>",)).save(str(tmp_path / "tokenizer.json"))
+    assert read_model_folder(tmp_path).mask_token_id == 9
+    write_published(tmp_path, name, config | {"mask_token_id": 400}, weights)
+    byte_tokenizer([], ("<|im_end|>",)).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelFolderError, match="mask_token_id 400 must be an id"):
+        read_model_folder(tmp_path)
+
+
+def test_a_folder_that_is_named_for_other_blocks(tmp_path: Path) -> None:
+    """SDAR-...-b32 with blocks of 4 is warned of, unless the flag says what is meant."""
+    name = "SDARForCausalLM"
+    path = tmp_path / "SDAR-4B-Chat-b32"
+    assert "--block-size 32" in published_folder(path, name).warnings[0]
+    assert not published_folder(path, name, block_size=32).warnings
+    assert not published_folder(path, name, block_size=4).warnings
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("SDARForCausalLM", "use_regular_causal", True),
+        ("SDARForCausalLM", "quantization_config", {"quant_method": "awq"}),
+        ("SDARForCausalLM", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("SDARForCausalLM", "attention_bias", True),
+        ("SDARForCausalLM", "use_sliding_window", True),
+        ("SDARForCausalLM", "hidden_act", "gelu"),
+        ("SDARForCausalLM", "num_key_value_heads", 3),
+        ("SDARMoeForCausalLM", "mlp_only_layers", [0]),
+        ("SDARMoeForCausalLM", "decoder_sparse_step", 2),
+        ("SDARMoeForCausalLM", "num_experts_per_tok", 9),
+        ("SDARMoeForCausalLM", "moe_intermediate_size", None),
+        ("Fast_dLLM_QwenForCausalLM", "layer_types", ["full_attention", "sliding_attention"]),
+        ("Fast_dLLM_QwenForCausalLM", "use_sliding_window", True),
+        ("Fast_dLLM_QwenForCausalLM", "num_attention_heads", 5),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_is_not_served(name: str, key: str, value: Any) -> None:
+    """What cannot be, or is not built, is refused in one line that names the key."""
+    with pytest.raises(CheckpointError) as caught:
+        ARCHITECTURES[name].backbone(CONFIGS[name] | {key: value})
+    assert key in str(caught.value) or key == "num_attention_heads"
+    assert "\n" not in str(caught.value)
+
+
+def test_absent_keys_have_the_defaults_of_the_configuration_classes() -> None:
+    """As transformers' Qwen3, Qwen3-MoE and Qwen2 classes have them."""
+    optional = ("head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "norm_topk_prob", "layer_types")
+    found = {}
+    for name in QWEN_NAMES:
+        raw = {key: value for key, value in CONFIGS[name].items() if key not in optional}
+        backbone = ARCHITECTURES[name].backbone(raw)
+        normalise = None if backbone.experts is None else backbone.experts.normalise
+        found[name] = (backbone.head_dim, backbone.rms_norm_eps, backbone.rope_theta, backbone.tied_head, normalise)
+    assert found == {
+        "Fast_dLLM_QwenForCausalLM": (12, 1e-6, 10000.0, False, None),
+        "SDARForCausalLM": (128, 1e-6, 10000.0, False, None),
+        "SDARMoeForCausalLM": (12, 1e-6, 10000.0, False, False),
+    }
+
+
+@pytest.mark.parametrize("name", ["LLaDAModelLM", "DreamModel", "DiffusionGemmaForBlockDiffusion"])
+def test_models_without_a_final_kv_are_refused(name: str, tmp_path: Path) -> None:
+    """One line says why, not only that the name is unknown."""
+    config, weights, _ = published("SDARForCausalLM")
+    write_published(tmp_path, "SDARForCausalLM", config | {"architectures": [name]}, weights)
+    with pytest.raises(ModelFolderError, match=rf"{name} is not served: it"):
+        read_model_folder(tmp_path)
