@@ -85,11 +85,13 @@ class Published(NamedTuple):
 
 
 @functools.cache
-def published(name: str, seed: int = 0, **changes: Any) -> Published:
-    """The architecture's tiny checkpoint, with keys of its configuration changed."""
+def published(name: str, seed: int = 0, head_scale: float = 1.0, **changes: Any) -> Published:
+    """The architecture's tiny checkpoint, with keys of its configuration changed. A large `head_scale` makes it sure of
+    much, as a trained model is."""
     config = CONFIGS[name] | changes
     if name == "LLaDA2MoeModelLM":
         weights = random_weights(config, seed)
+        weights["lm_head.weight"] *= head_scale
         return Published(config, weights, lambda ids, size: reference_logits(weights, config, ids, size))
     model = _qwen(name, config)
     generator = torch.Generator().manual_seed(seed)
@@ -98,6 +100,7 @@ def published(name: str, seed: int = 0, **changes: Any) -> Published:
             values = torch.rand(parameter.shape, generator=generator)
             is_vector = parameter.dim() == 1 and not parameter_name.endswith("bias")
             parameter.copy_(0.6 + 0.8 * values if is_vector else (values - 0.5) * 0.5)
+        model.lm_head.weight *= head_scale
     return Published(config, _published_tensors(model), functools.partial(_forward, model))
 
 

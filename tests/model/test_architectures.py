@@ -36,7 +36,7 @@ def same(got: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("name", QWEN_NAMES)
 @pytest.mark.parametrize("block_size", [4, 8, 16, 32, 64])
 def test_the_forward_is_that_of_transformers(name: str, block_size: int, batch_invariant: bool) -> None:
-    """Blocks over cached blocks give the logits of Qwen3, Qwen3-MoE and Qwen2 under a block mask, for all block sizes."""
+    """Blocks over cached blocks give the logits of Qwen3, Qwen3-MoE and Qwen2 under a mask of blocks of every size."""
     config, weights, forward = published(name)
     ids = [token % VOCAB for token in random_ids(3 * block_size, seed=block_size)]
     bench = Bench(model_of(config, weights), block_size, batch_invariant)
