@@ -30,15 +30,19 @@ def loop_of(
     """A worker's loop over `model` with room for 512 tokens a request."""
     torch.set_num_threads(1)
     runner = TorchModelRunner(model, ATTENTION_BACKENDS["torch"](), batch_invariant, logit_shift)
-    sizes = {"page_size": block_size, "num_pages": slots * 512 // block_size, "chunked_prefill_size": 2 * block_size}
+    usual: dict[str, Any] = {
+        "fingerprint": "scripted",
+        "page_size": block_size,
+        "num_pages": slots * 512 // block_size,
+        "chunked_prefill_size": 2 * block_size,
+    }
     config = LoopConfig(
-        fingerprint="scripted",
         block_size=block_size,
         mask_token_id=mask_id,
         context_length=512,
         num_slots=slots,
         logit_shift=logit_shift,
-        **(sizes | switches),
+        **(usual | switches),
     )
     return DenoiseLoop(runner, config, lambda: 0.0)
 
