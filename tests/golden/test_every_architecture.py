@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 
+from common.errors import InvalidField
 from common.model_folder import ModelFolder, read_model_folder
 from tests.e2e.served import answers as answers_of
 from tests.e2e.served import run_together, serving
@@ -115,6 +117,39 @@ def test_one_alone_gets_the_same(tmp_path: Path, name: str) -> None:
     folder = folder_of(tmp_path, name, SIZES[name])
     bench = Bench(make_loop(folder, slots=1), folder=folder)
     assert serve(bench, name, slice(4, 6)) == expected_of(name)[4:6]
+
+
+def refused_or_warned(path: Path, name: str, algorithm: str) -> tuple[str, list[Any]]:
+    """What a request with this algorithm is refused with, and what is logged of it; and which is the default."""
+    folder = folder_of(path, name, SIZES[name])
+    bench, refusals = Bench(make_loop(folder), folder=folder), []
+
+    async def scene() -> None:
+        try:
+            await bench.read(await bench.submit("a", [1, 2], 4, algorithm=algorithm))
+        except InvalidField as error:
+            refusals.append(str(error))
+
+    with structlog.testing.capture_logs() as logs:
+        play(bench, scene)
+    assert bench.scheduler.info().algorithm == folder.algorithms[0]
+    return "".join(refusals), [entry["hint"] for entry in logs if entry["event"] == "algorithm_may_not_fit"]
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "refusal", "hint"),
+    [
+        ("LLaDA2MoeModelLM", "JointThreshold", "", "LLaDA2.0 is not"),
+        ("LLaDA2MoeModelLM", "EntropyBounded", "", ""),
+        ("SDARForCausalLM", "JointThreshold", "", "not trained for it; what fits is LowConfidenceDynamic, "),
+        ("Fast_dLLM_QwenForCausalLM", "JointThreshold", "unknown algorithm 'JointThreshold'", ""),
+    ],
+)
+def test_an_algorithm_that_does_not_fit(tmp_path: Path, name: str, algorithm: str, refusal: str, hint: str) -> None:
+    """Who uses one that may not fit is told so once; one that cannot run is refused; those that fit are silent."""
+    said, hints = refused_or_warned(tmp_path, name, algorithm)
+    assert refusal in said and bool(said) == bool(refusal)
+    assert [hint in text for text in hints] == [True] * bool(hint)
 
 
 def test_processes_serve_shifted_logits(tmp_path: Path) -> None:

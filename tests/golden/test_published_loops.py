@@ -64,7 +64,11 @@ def cases() -> list[Case]:
                     params = {"denoising_steps": steps} | ({"threshold": threshold} if has_threshold else {})
                     reference = functools.partial(published_loops.fill_masks, choose=choose)
                     found.append(Case(name, size, algorithm, params, reference))
-        for size, small in ((8, 4), (16, 8)):
+        if threshold == 0.5:  # the largest and the published block sizes
+            choose = published_loops.sdar("low_confidence_dynamic", threshold, 64, 64)
+            reference = functools.partial(published_loops.fill_masks, choose=choose)
+            found.append(Case("SDARForCausalLM", 64, "LowConfidenceDynamic", {"threshold": threshold}, reference))
+        for size, small in ((8, 4), (32 if threshold == 0.5 else 16, 8)):
             reference = functools.partial(published_loops.fast_dllm, threshold=threshold, small_block_size=small)
             params = {"threshold": threshold, "sub_block_size": small}
             found.append(Case("Fast_dLLM_QwenForCausalLM", size, "HierarchyBlock", params, reference))

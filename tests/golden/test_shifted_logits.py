@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.packing import pack_bits, unpack_ids
+from common.packing import pack_bits, unpack_floats, unpack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.golden import published_loops
 from tests.golden.loops_of import answers, loop_of, row_of
@@ -145,6 +145,20 @@ def test_what_cannot_begin_is_refused() -> None:
         decode_start(editing, loop.start_rules)
     with pytest.raises(ValueError, match="fused_commit"):
         LoopConfig("f", B, MASK, 64, B, 1, 8, B, fused_commit=True, logit_shift=1)
+
+
+def test_log_probabilities_are_those_of_the_position() -> None:
+    """All masks of a block are filled in one step: each value is of the logits of the position before; the first token,
+    which no step set, has none."""
+    loop = make_loop()
+    params = {"threshold": 0.0, "sub_block_size": B}
+    row = row_of("a", PROMPT[: 2 * B], loop, B, algorithm="HierarchyBlock", algorithm_params=params)
+    row.want_logprobs = True
+    rows = Driver(loop).run(starts=[row]).rows
+    ids, values = unpack_ids(rows.done_ids), unpack_floats(rows.done_logprobs)
+    forward = published(NAME, head_scale=5.0).forward
+    logits = forward(PROMPT[: 2 * B] + ids[:1] + [MASK] * (B - 1), B)[-B:].log_softmax(-1)
+    assert values == pytest.approx([0.0, *(float(logits[i - 1, ids[i]]) for i in range(1, B))], abs=1e-4)
 
 
 def test_every_algorithm_that_does_not_edit_runs() -> None:

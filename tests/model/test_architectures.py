@@ -18,6 +18,7 @@ from tests.text.folders import byte_tokenizer
 from worker_svc.models.loading import load_model
 
 QWEN_NAMES = sorted(CONFIGS.keys() - {"LLaDA2MoeModelLM"})
+MASK = 259
 every_architecture = pytest.mark.parametrize("name", sorted(CONFIGS))
 
 
@@ -69,6 +70,32 @@ def test_shifted_logits_are_rolled_by_one() -> None:
     bench = Bench(model_of(config, weights), 8, logit_shift=1)
     plain = forward(ids, 8).view(3, 8, -1)
     assert same(in_two_forwards(bench, ids), torch.cat([plain[:, -1:], plain[:, :-1]], dim=1).flatten(0, 1))
+
+
+@every_architecture
+def test_a_token_changes_its_block_and_what_follows_only(name: str) -> None:
+    """In batch-invariant mode not one bit of an earlier block; and all of its own, in both directions."""
+    config, weights, _ = published(name)
+    ids = [token % VOCAB for token in random_ids(16, seed=4)]
+    model = model_of(config, weights)
+    before = in_two_forwards(Bench(model, 4, batch_invariant=True), ids)
+    ids[10] = (ids[10] + 1) % VOCAB
+    after = in_two_forwards(Bench(model, 4, batch_invariant=True), ids)
+    assert torch.equal(before[:8], after[:8])
+    assert (before[8:] != after[8:]).any(dim=1).all()
+
+
+@every_architecture
+def test_the_kv_of_a_block_is_that_of_its_final_tokens(name: str) -> None:
+    """After the commit nothing is left of masks and tokens that stood there before."""
+    config, weights, _ = published(name)
+    model, blocks = model_of(config, weights), in_blocks([token % VOCAB for token in random_ids(12, seed=5)], 4)
+    bench, fresh = Bench(model, 4), Bench(model, 4, page_seed=1)
+    for index, block in enumerate(blocks):
+        for seen in (0, 3, 4):
+            bench.forward(Part(1, index, [block[:seen] + [MASK] * (4 - seen)]))
+    fresh.forward(Part(2, 0, blocks))
+    assert torch.allclose(bench.final_kv(1, 3), fresh.final_kv(2, 3), atol=1e-5)
 
 
 @every_architecture
