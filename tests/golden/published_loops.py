@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import torch
+
 from tests.model.published import Forward
 
-Guess = tuple[int, float]  # token and probability
+Guess = tuple[int, float, float]  # token, its probability, and the entropy of the whole distribution in nats
 Choose = Callable[[list[int], list[Guess], int], list[int]]  # masked positions, guesses, step -> positions to fill
 
 
 def guesses(forward: Forward, ids: list[int], block_size: int, mask_id: int) -> list[Guess]:
-    """The most probable token at each position of the last block."""
+    """What the model says of each position of the last block."""
     logits = forward(ids, block_size)[-block_size:].double()
     logits[:, mask_id] = float("-inf")
-    probabilities, tokens = logits.softmax(-1).max(-1)
-    return list(zip(tokens.tolist(), probabilities.tolist(), strict=True))
+    distribution = logits.softmax(-1)
+    probabilities, tokens = distribution.max(-1)
+    entropies = -torch.special.xlogy(distribution, distribution).sum(-1)
+    return list(zip(tokens.tolist(), probabilities.tolist(), entropies.tolist(), strict=True))
 
 
 def cut(generated: list[int], gen_length: int, stop_ids: Collection[int]) -> list[int]:
@@ -89,6 +93,19 @@ def sdar(remasking: str, threshold: float, block_size: int, steps: int) -> Choos
         if remasking == "low_confidence_dynamic" and len(hits) >= count:
             return hits
         return surest(masked, found, count)
+
+    return choose
+
+
+def entropy_bounded(bound: float) -> Choose:
+    """In order of growing entropy while the running sum stays below the bound, at least one."""
+
+    def choose(masked: list[int], found: list[Guess], step: int) -> list[int]:
+        order = sorted(masked, key=lambda position: (found[position][2], position))
+        spent, count = 0.0, 0
+        while count < len(order) and (spent := spent + found[order[count]][2]) < bound:
+            count += 1
+        return order[: max(1, count)]
 
     return choose
 

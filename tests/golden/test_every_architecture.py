@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,12 @@ def make_loop(folder: ModelFolder, **switches: Any) -> DenoiseLoop:
     )
 
 
-def serve(bench: Bench, name: str, which: slice = slice(None)) -> list[list[int]]:
+def serve(
+    bench: Bench,
+    name: str,
+    which: slice = slice(None),
+    meanwhile: Callable[[], Awaitable[None]] | None = None,
+) -> list[list[int]]:
     """The published ids of the requests, all at once; none names an algorithm."""
     published_ids: list[list[int]] = []
 
@@ -85,6 +91,8 @@ def serve(bench: Bench, name: str, which: slice = slice(None)) -> list[list[int]
             await bench.submit(f"r{n}", prompt, count, ignore_eos=True)
             for n, (prompt, count) in enumerate(requests_of(name)[which])
         ]
+        if meanwhile is not None:
+            await meanwhile()
         published_ids.extend([(await bench.read(stream))[0] for stream in streams])
 
     play(bench, scene)
@@ -117,6 +125,37 @@ def test_one_alone_gets_the_same(tmp_path: Path, name: str) -> None:
     folder = folder_of(tmp_path, name, SIZES[name])
     bench = Bench(make_loop(folder, slots=1), folder=folder)
     assert serve(bench, name, slice(4, 6)) == expected_of(name)[4:6]
+
+
+def test_a_pool_that_is_too_small_changes_no_token(tmp_path: Path) -> None:
+    """Shifted logits: rows are preempted, also where the next block's first token is known to the worker only."""
+    name = "Fast_dLLM_QwenForCausalLM"
+    folder = folder_of(tmp_path, name, SIZES[name])
+    loop = make_loop(folder, num_pages=14)
+    bench = Bench(loop, folder=folder)
+    assert serve(bench, name) == expected_of(name)
+    assert bench.scheduler.counters.preemptions > 0
+    assert loop.pool.usage().held == 0
+
+
+@pytest.mark.parametrize("forwards", [4, 9, 14])
+def test_a_worker_that_dies_changes_no_token(tmp_path: Path, forwards: int) -> None:
+    """Shifted logits: its requests go on at the restarted one, some of them without their block's first token."""
+    name = "Fast_dLLM_QwenForCausalLM"
+    folder = folder_of(tmp_path, name, SIZES[name])
+    bench = Bench(make_loop(folder), folder=folder)
+
+    async def die() -> None:
+        link = bench.links[0]
+        while link.loop.totals.forwards < forwards:
+            await asyncio.sleep(0)
+        link.is_dead = True
+        while bench.scheduler.loops[0].is_ready:
+            await asyncio.sleep(0)
+        link.loop, link.is_dead = make_loop(folder), False
+
+    assert serve(bench, name, meanwhile=die) == expected_of(name)
+    assert bench.scheduler.counters.restarts > 0
 
 
 def refused_or_warned(path: Path, name: str, algorithm: str) -> tuple[str, list[Any]]:

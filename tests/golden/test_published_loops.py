@@ -68,6 +68,9 @@ def cases() -> list[Case]:
             choose = published_loops.sdar("low_confidence_dynamic", threshold, 64, 64)
             reference = functools.partial(published_loops.fill_masks, choose=choose)
             found.append(Case("SDARForCausalLM", 64, "LowConfidenceDynamic", {"threshold": threshold}, reference))
+        bound = 10 * threshold
+        reference = functools.partial(published_loops.fill_masks, choose=published_loops.entropy_bounded(bound))
+        found.append(Case("SDARForCausalLM", 8, "EntropyBounded", {"entropy_bound": bound}, reference))
         for size, small in ((8, 4), (32 if threshold == 0.5 else 16, 8)):
             reference = functools.partial(published_loops.fast_dllm, threshold=threshold, small_block_size=small)
             params = {"threshold": threshold, "sub_block_size": small}
