@@ -217,8 +217,10 @@ class SlotColumns:
     def note_next_first(self, slots: Tensor, kept: Tensor, logits: Tensor, mask_token_id: int) -> None:
         """Of a shifted model: the most probable first tokens of the next blocks, by `logits` [R, B, V] at position 0;
         for the rows in `slots` [R] whose step counts (`kept` bool [R])."""
-        best = logits[:, 0].index_fill(1, torch.tensor([mask_token_id], device=self.device), float("-inf")).max(dim=1)
-        self.next_first_ids[slots] = torch.where(kept, best.indices, self.next_first_ids[slots])
+        first = logits[:, 0].clone()
+        first[:, mask_token_id] = float("-inf")
+        best = first.max(dim=1).indices  # the first of equals
+        self.next_first_ids[slots] = torch.where(kept, best, self.next_first_ids[slots])
 
     def begin_committing(self, name: str, slots: Tensor, mask_token_id: int) -> None:
         """The blocks in `slots` (int64 [R]), all of algorithm `name`, are complete and the next ones begin: their ids

@@ -15,6 +15,7 @@ from tests.model.checkpoints import merge_experts
 from tests.model.forwards import Bench, Part, in_blocks, model_of, random_ids
 from tests.model.published import CONFIGS, VOCAB, published, published_folder, write_published
 from tests.text.folders import byte_tokenizer
+from worker_svc.models.decoder import Decoder
 from worker_svc.models.loading import load_model
 
 QWEN_NAMES = sorted(CONFIGS.keys() - {"LLaDA2MoeModelLM"})
@@ -70,6 +71,78 @@ def test_shifted_logits_are_rolled_by_one() -> None:
     bench = Bench(model_of(config, weights), 8, logit_shift=1)
     plain = forward(ids, 8).view(3, 8, -1)
     assert same(in_two_forwards(bench, ids), torch.cat([plain[:, -1:], plain[:, :-1]], dim=1).flatten(0, 1))
+
+
+LLADA2_MINI = {
+    "vocab_size": 157184,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LLADA2_FLASH = LLADA2_MINI | {
+    "hidden_size": 4096,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "moe_intermediate_size": 1024,
+}
+SDAR_4B = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+SDAR_8B = SDAR_4B | {"hidden_size": 4096, "intermediate_size": 12288}
+SDAR_30B = SDAR_4B | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+FAST_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "num_parameters", "kv_bytes"),
+    [
+        pytest.param("LLaDA2MoeModelLM", LLADA2_MINI, 16_255_643_392, 40_960, id="LLaDA2-mini"),
+        pytest.param("LLaDA2MoeModelLM", LLADA2_FLASH, 102_889_705_216, 65_536, id="LLaDA2-flash"),
+        pytest.param("SDARForCausalLM", SDAR_4B, 8_822_848_512 // 2, 147_456, id="SDAR-4B"),
+        pytest.param("SDARForCausalLM", SDAR_8B, 16_381_470_720 // 2, 147_456, id="SDAR-8B"),
+        pytest.param("SDARMoeForCausalLM", SDAR_30B, 30_532_122_624, 98_304, id="SDAR-30B-A3B"),
+        pytest.param("Fast_dLLM_QwenForCausalLM", FAST_7B, 15_231_233_024 // 2, 57_344, id="Fast-dLLM-v2-7B"),
+    ],
+)
+def test_published_sizes_give_the_published_files(
+    name: str, sizes: dict[str, int], num_parameters: int, kv_bytes: int
+) -> None:
+    """With the sizes of the published checkpoints all tensors together are as many values as their files hold, and the
+    KV of a token in bfloat16 is as large as published."""
+    with torch.device("meta"):
+        model = Decoder(ARCHITECTURES[name].backbone(sizes), torch.bfloat16)
+    tensors = model.checkpoint_tensors(merged_experts=False)
+    assert sum(tensor.numel() for tensor in tensors.values()) == num_parameters
+    assert 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim == kv_bytes
 
 
 @every_architecture
