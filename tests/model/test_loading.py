@@ -95,6 +95,19 @@ def test_tied_head(tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path / "tied", config)), logits(load(tmp_path / "untied")))
 
 
+def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path: Path) -> None:
+    """A second copy of a tied head is left out; another tensor under its name is refused."""
+    config = TINY_CONFIG | {"tie_word_embeddings": True}
+    tied = random_weights(config)
+    embedding = tied["model.word_embeddings.weight"]
+    write_checkpoint(tmp_path / "twice", config, tied | {"lm_head.weight": embedding.clone()}, num_shards=2)
+    write_checkpoint(tmp_path / "once", config, tied)
+    assert torch.equal(logits(load(tmp_path / "twice", config)), logits(load(tmp_path / "once", config)))
+    for name, head in {"other": embedding + 1, "shape": embedding[:-1]}.items():
+        write_checkpoint(tmp_path / name, config, tied | {"lm_head.weight": head.clone()})
+        assert "lm_head.weight is not the embedding" in refusal(tmp_path / name, config)
+
+
 def test_qk_norm_is_used_unless_the_configuration_says_no(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     """use_qk_norm absent means true; false means that the tensors must not be there."""
     assert LLADA2_MOE.backbone(TINY_CONFIG).qk_norm is True

@@ -21,6 +21,7 @@ __all__ = ["CheckpointError", "load_model"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED_DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
+HEAD_NAME = "lm_head.weight"
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -53,6 +54,7 @@ def load_model(
     with torch.device("meta"):  # shapes without memory
         shapes = Decoder(backbone, dtype)
     stored = _read_headers(_weight_files(folder.path))
+    second_head = stored.pop(HEAD_NAME, None) if backbone.tied_head else None
     merged_experts = any(name.endswith(".mlp.experts.gate_proj") for name in stored)
     _compare(stored, shapes.checkpoint_tensors(merged_experts))
 
@@ -70,6 +72,8 @@ def load_model(
                     if on_progress is not None and done_bytes * 10 // total_bytes > reported_tenths:
                         reported_tenths = done_bytes * 10 // total_bytes
                         on_progress(done_bytes, total_bytes)
+    if second_head is not None:
+        _check_same(second_head, stored[f"{backbone.names.embedding}.weight"])
     return model.eval()
 
 
@@ -150,6 +154,17 @@ def _compare(stored: dict[str, _Stored], expected: dict[str, torch.Tensor]) -> N
             raise CheckpointError(
                 f"{tensor.file}: {name} has shape {list(tensor.shape)}, and config.json asks for "
                 f"{list(expected[name].shape)}"
+            )
+
+
+def _check_same(head: _Stored, embedding: _Stored) -> None:
+    """Some checkpoints hold a tied head as a tensor of its own; another one than the embedding is a contradiction."""
+    with _open(head.file) as one, _open(embedding.file) as other:
+        if head.shape != embedding.shape or not torch.equal(
+            one.get_tensor(head.name), other.get_tensor(embedding.name)
+        ):
+            raise CheckpointError(
+                f"{head.file}: {head.name} is not the embedding, and config.json says tie_word_embeddings"
             )
 
 
