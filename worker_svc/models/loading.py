@@ -57,6 +57,8 @@ def load_model(
     second_head = stored.pop(HEAD_NAME, None) if backbone.tied_head else None
     merged_experts = any(name.endswith(".mlp.experts.gate_proj") for name in stored)
     _compare(stored, shapes.checkpoint_tensors(merged_experts))
+    if second_head is not None:
+        _check_same(second_head, stored[f"{backbone.names.embedding}.weight"])
 
     with torch.device(device):
         model = Decoder(backbone, dtype)
@@ -72,8 +74,6 @@ def load_model(
                     if on_progress is not None and done_bytes * 10 // total_bytes > reported_tenths:
                         reported_tenths = done_bytes * 10 // total_bytes
                         on_progress(done_bytes, total_bytes)
-    if second_head is not None:
-        _check_same(second_head, stored[f"{backbone.names.embedding}.weight"])
     return model.eval()
 
 
@@ -160,9 +160,7 @@ def _compare(stored: dict[str, _Stored], expected: dict[str, torch.Tensor]) -> N
 def _check_same(head: _Stored, embedding: _Stored) -> None:
     """Some checkpoints hold a tied head as a tensor of its own; another one than the embedding is a contradiction."""
     with _open(head.file) as one, _open(embedding.file) as other:
-        if head.shape != embedding.shape or not torch.equal(
-            one.get_tensor(head.name), other.get_tensor(embedding.name)
-        ):
+        if not torch.equal(one.get_tensor(head.name), other.get_tensor(embedding.name)):
             raise CheckpointError(
                 f"{head.file}: {head.name} is not the embedding, and config.json says tie_word_embeddings"
             )
