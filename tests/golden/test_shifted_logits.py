@@ -18,6 +18,7 @@ from tests.worker.scripted import Driver, names
 from worker_svc.algorithms import ALGORITHMS
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.loop_config import LoopConfig
+from worker_svc.rows import SlotColumns
 from worker_svc.starts import BadStart, decode_start
 from worker_svc.warm_up import warm_up
 
@@ -159,6 +160,18 @@ def test_log_probabilities_are_those_of_the_position() -> None:
     forward = published(NAME, head_scale=5.0).forward
     logits = forward(PROMPT[: 2 * B] + ids[:1] + [MASK] * (B - 1), B)[-B:].log_softmax(-1)
     assert values == pytest.approx([0.0, *(float(logits[i - 1, ids[i]]) for i in range(1, B))], abs=1e-4)
+
+
+def test_the_next_first_token_is_the_most_probable_one() -> None:
+    """By row 0; never the mask token, of equals the lowest, and only of rows whose step counts."""
+    columns, slots = SlotColumns(3, 4, torch.device("cpu"), logit_shift=1), torch.tensor([2, 0, 1])
+    columns.next_first_ids.fill_(5)
+    logits = torch.zeros(3, 4, 6)
+    logits[:, 0, 3], logits[:, 0, 1], logits[:, 0, 4], logits[:, 1:, 0] = 9.0, 7.0, 7.0, 99.0
+    kept = logits.clone()
+    columns.note_next_first(slots, torch.tensor([True, False, True]), logits, mask_token_id=3)
+    assert columns.next_first_ids.tolist() == [5, 1, 1]
+    assert torch.equal(logits, kept), "algorithms and records see them after it"
 
 
 def test_every_algorithm_that_does_not_edit_runs() -> None:
