@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+
+from common.architectures import ARCHITECTURES, REFUSED, Architecture, CheckpointError
 
 
 class ModelFolderError(Exception):
@@ -16,53 +19,24 @@ class ModelFolderError(Exception):
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """What the published configuration of an architecture leaves out.
-
-    Special ids are looked up by token text first, because small checkpoints move them; the ids here come second.
-    `has_weights`: False for what computes from its configuration alone.
-    """
-
-    block_size: int
-    mask_token_text: str
-    stop_token_texts: tuple[str, ...]
-    mask_token_id: int
-    stop_token_ids: tuple[int, ...]
-    has_weights: bool = True
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "LLaDA2MoeModelLM": Architecture(
-        block_size=32,
-        mask_token_text="<|mask|>",
-        stop_token_texts=("<|endoftext|>", "<|role_end|>"),
-        mask_token_id=156895,
-        stop_token_ids=(156892, 156900),
-    ),
-    # A device that only behaves like one; see worker_svc/simulated.py.
-    "SimulatedBlockModel": Architecture(
-        block_size=32,
-        mask_token_text="<|mask|>",
-        stop_token_texts=("<|endoftext|>",),
-        mask_token_id=1,
-        stop_token_ids=(0,),
-        has_weights=False,
-    ),
-}
-
-
-@dataclass(frozen=True)
 class ModelFolder:
-    """What is served.
+    """What is served: everything that the engine must know of a model, resolved.
 
+    has_weights: False for what computes from its configuration alone.
+    logit_shift: 1 = the logits of a position speak of the next one.
+    algorithms: those that fit, by name, the default first.
     vocab_size: rows of the head. num_tokens: ids from here on have no token (padding of the head).
     context_length: tokens of prompt and output together.
-    fingerprint: sha256 hex of configuration, weight index, tokenizer, chat template and block size.
+    fingerprint: sha256 hex of configuration, weight index, tokenizer, chat template, block size and mask id.
+    warnings: what may be wrong and cannot be told for sure, a line each.
     """
 
     path: Path
     architecture: str
+    has_weights: bool
     block_size: int
+    logit_shift: int
+    algorithms: tuple[str, ...]
     vocab_size: int
     num_tokens: int
     mask_token_id: int
@@ -70,12 +44,17 @@ class ModelFolder:
     context_length: int
     fingerprint: str
     config: dict[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 def read_model_folder(
-    path: Path | str, *, block_size: int | None = None, context_length: int | None = None
+    path: Path | str,
+    *,
+    block_size: int | None = None,
+    mask_token_id: int | None = None,
+    context_length: int | None = None,
 ) -> ModelFolder:
-    """Read the folder; `block_size` and `context_length` override what it says.
+    """Read the folder; the arguments override what it says.
 
     Raises ModelFolderError, in one line, for anything that cannot be served.
     """
@@ -83,12 +62,16 @@ def read_model_folder(
     if not path.is_dir():
         raise ModelFolderError(f"{path}: there is no such folder; give the folder of a Hugging Face checkpoint")
     config_bytes, config = _read_config(path)
-    name, architecture = _architecture(path, config)
+    architecture = _architecture(path, config)
     vocab_size = _positive_int(path, config, "vocab_size")
     context_limit = _positive_int(path, config, "max_position_embeddings")
 
+    warnings: tuple[str, ...] = ()
     if block_size is None:
         block_size = architecture.block_size
+        if config.get(architecture.block_size_key) is not None:
+            block_size = _positive_int(path, config, architecture.block_size_key)
+        warnings = _other_block_size(path, block_size)
     if not 1 <= block_size <= context_limit:
         raise ModelFolderError(f"{path}: block size {block_size} must be from 1 to {context_limit}")
     if context_length is None:
@@ -106,22 +89,30 @@ def read_model_folder(
             f"{path}: the tokenizer has {num_tokens} tokens, but config.json says vocab_size {vocab_size}; "
             "they belong to different models"
         )
-    mask_token_id = _mask_token_id(path, architecture, tokenizer, vocab_size)
+    if mask_token_id is None:
+        mask_token_id = _mask_token_id(path, architecture, tokenizer, config, vocab_size)
+    elif not 0 <= mask_token_id < vocab_size:
+        raise ModelFolderError(f"{path}: mask token id {mask_token_id} must be below vocab_size {vocab_size}")
     stop_token_ids = _stop_token_ids(path, architecture, tokenizer, vocab_size)
     if mask_token_id in stop_token_ids:
         raise ModelFolderError(f"{path}: token {mask_token_id} is both the mask token and a stop token")
 
+    has_weights = architecture.read_backbone is not None
     return ModelFolder(
         path=path,
-        architecture=name,
+        architecture=architecture.name,
+        has_weights=has_weights,
         block_size=block_size,
+        logit_shift=architecture.logit_shift,
+        algorithms=architecture.algorithms,
         vocab_size=vocab_size,
         num_tokens=num_tokens,
         mask_token_id=mask_token_id,
         stop_token_ids=stop_token_ids,
         context_length=context_length,
-        fingerprint=_fingerprint(path, config_bytes, tokenizer, block_size, architecture.has_weights),
+        fingerprint=_fingerprint(path, config_bytes, tokenizer, (block_size, mask_token_id), has_weights),
         config=config,
+        warnings=warnings,
     )
 
 
@@ -224,19 +215,28 @@ def _parse_json_object(file: Path, data: bytes) -> dict[str, Any]:
     return value
 
 
-def _architecture(path: Path, config: dict[str, Any]) -> tuple[str, Architecture]:
+def _architecture(path: Path, config: dict[str, Any]) -> Architecture:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
+    if isinstance(name, str) and name in REFUSED:
+        raise ModelFolderError(f"{path / 'config.json'}: {name} is not served: {REFUSED[name]}")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ModelFolderError(
             f"{path / 'config.json'}: architecture {name!r} is not served; known: {', '.join(ARCHITECTURES)}"
         )
-    if config.get("expert_capacity") is not None:
-        raise ModelFolderError(
-            f"{path / 'config.json'}: expert_capacity (LLaDA2.2: experts chosen per block) is not served; "
-            "use a LLaDA2.0 or LLaDA2.1 checkpoint"
-        )
-    return name, ARCHITECTURES[name]
+    try:
+        ARCHITECTURES[name].check(config)
+    except CheckpointError as error:
+        raise ModelFolderError(f"{path}: {error}") from error
+    return ARCHITECTURES[name]
+
+
+def _other_block_size(path: Path, block_size: int) -> tuple[str, ...]:
+    """Checkpoints that differ in nothing but their block size are told apart by their names only."""
+    named = re.search(r"-b(\d+)$", path.resolve().name)
+    if named is None or int(named[1]) == block_size:
+        return ()
+    return (f"the folder's name says blocks of {named[1]}, and nothing else in it does; --block-size {named[1]}?",)
 
 
 def _positive_int(path: Path, config: dict[str, Any], key: str) -> int:
@@ -246,16 +246,26 @@ def _positive_int(path: Path, config: dict[str, Any], key: str) -> int:
     return value
 
 
-def _mask_token_id(path: Path, architecture: Architecture, tokenizer: Tokenizer, vocab_size: int) -> int:
-    for text in (architecture.mask_token_text, special_token_texts(path).get("mask_token")):
+def _mask_token_id(
+    path: Path, architecture: Architecture, tokenizer: Tokenizer, config: dict[str, Any], vocab_size: int
+) -> int:
+    for text in (*architecture.mask_token_texts, special_token_texts(path).get("mask_token")):
         token_id = tokenizer.token_to_id(text) if text else None
         if token_id is not None:
             return token_id
+    if config.get("mask_token_id") is not None:
+        token_id = config["mask_token_id"]
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+            raise ModelFolderError(
+                f"{path / 'config.json'}: mask_token_id {token_id!r} must be an id below vocab_size {vocab_size}"
+            )
+        return token_id
     if architecture.mask_token_id < vocab_size:
         return architecture.mask_token_id
     raise ModelFolderError(
-        f"{path}: no mask token: the tokenizer has no {architecture.mask_token_text!r}, tokenizer_config.json names "
-        f"none, and the usual id {architecture.mask_token_id} is not below vocab_size {vocab_size}"
+        f"{path}: no mask token: the tokenizer has no {' or '.join(architecture.mask_token_texts)}, "
+        f"tokenizer_config.json and config.json name none, and the usual id {architecture.mask_token_id} is not below "
+        f"vocab_size {vocab_size}"
     )
 
 
@@ -278,7 +288,9 @@ def _stop_token_ids(path: Path, architecture: Architecture, tokenizer: Tokenizer
     return tuple(sorted(found))
 
 
-def _fingerprint(path: Path, config_bytes: bytes, tokenizer: Tokenizer, block_size: int, has_weights: bool) -> str:
+def _fingerprint(
+    path: Path, config_bytes: bytes, tokenizer: Tokenizer, numbers: tuple[int, ...], has_weights: bool
+) -> str:
     """Depends on the files' content, never on where the folder lies."""
     file = path / "tokenizer.json"
     try:
@@ -287,8 +299,8 @@ def _fingerprint(path: Path, config_bytes: bytes, tokenizer: Tokenizer, block_si
         raise ModelFolderError(f"{file}: cannot be read: {_one_line(error)}") from error
     template = read_chat_template(path)
     digest = hashlib.sha256()
-    parts = (config_bytes, tokenizer_bytes, b"" if template is None else template.encode(), b"%d" % block_size)
-    for part in (*parts, *(_weight_index(path) if has_weights else ())):
+    parts = (config_bytes, tokenizer_bytes, b"" if template is None else template.encode())
+    for part in (*parts, *(b"%d" % number for number in numbers), *(_weight_index(path) if has_weights else ())):
         # Each part with its length: moving a byte from one part to the next must not give the same hash.
         digest.update(b"%d:" % len(part))
         digest.update(part)

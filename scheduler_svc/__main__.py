@@ -126,7 +126,14 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging(settings.log_format, settings.log_level)
     structlog.contextvars.bind_contextvars(service="scheduler")
     try:
-        folder = read_model_folder(settings.model_path, context_length=settings.context_length)
+        folder = read_model_folder(
+            settings.model_path,
+            block_size=settings.block_size,
+            mask_token_id=settings.mask_token_id,
+            context_length=settings.context_length,
+        )
+        for warning in folder.warnings:
+            log.warning("model_folder", path=str(folder.path), hint=warning)
         algorithm_params = read_algorithm_params(settings.dllm_algorithm_config)
         return asyncio.run(serve(settings, folder, algorithm_params))
     except (ModelFolderError, ConfigError, ServiceError) as error:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import structlog
 
@@ -70,10 +70,10 @@ class Scheduler:
         )
         self._codec = TextCodec(folder.path)
         self._outbox = Outbox(hold_events_s)
-        self._algorithm = settings.dllm_algorithm
+        self._algorithm = settings.dllm_algorithm or folder.algorithms[0]
         self._algorithm_params = algorithm_params
         self._rules: Rules | None = None
-        self._editing_algorithms: set[str] = set()  # not warned of yet
+        self._doubtful: dict[str, str] = {}  # algorithms that may not fit and are not warned of yet, and why
         self._rules_known = asyncio.Event()
         self._connect, self._resolve = connect, resolve
         self._attempts, self._generations = itertools.count(1), itertools.count(1)
@@ -168,7 +168,7 @@ class Scheduler:
         older = self.live.get(name)
         if older is not None and not (spec.past and older.request_part == stream.request_part):
             raise AlreadyLive(spec.request_id)
-        self._warn_of_editing(spec.algorithm)
+        self._warn_of_misfit(spec.algorithm)
         queue_position = self._enqueue(stream)
         if older is not None:
             self.interrupt(older, TakenOver("another call resumed this request"))
@@ -200,15 +200,10 @@ class Scheduler:
         else:
             self._wake_loops()
 
-    def _warn_of_editing(self, algorithm: str) -> None:
-        """Say once that an algorithm edits: no configuration tells whether a checkpoint was trained for that."""
-        if algorithm in self._editing_algorithms:
-            self._editing_algorithms.discard(algorithm)
-            log.warning(
-                "editing_algorithm",
-                algorithm=algorithm,
-                hint="its edits mean something only on checkpoints trained for editing, as LLaDA2.1; LLaDA2.0 is not",
-            )
+    def _warn_of_misfit(self, algorithm: str) -> None:
+        """Say once that an algorithm may not fit the checkpoint: no configuration tells for sure."""
+        if hint := self._doubtful.pop(algorithm, None):
+            log.warning("algorithm_may_not_fit", algorithm=algorithm, hint=hint)
 
     def _new_stream(self, spec: GenerateSpec, client: str, name: str) -> Stream:
         """The samples of a request, as new or where another call left them. They differ in their index only, which
@@ -327,7 +322,7 @@ class Scheduler:
         }
         others = [loop.info for loop in self.loops if loop.is_ready and loop.info is not None]
         if self._rules is None:
-            self._editing_algorithms = {algorithm.name for algorithm in info.algorithms if algorithm.edits}
+            self._doubtful = _doubtful(info.algorithms, self.folder.algorithms)
         rules = Rules(
             codec=self._codec,
             folder=self.folder,
@@ -363,6 +358,17 @@ class Scheduler:
             counters=self.counters,
             rounds_in_flight=self.settings.rounds_in_flight,
         )
+
+
+def _doubtful(algorithms: Iterable[pb.AlgorithmInfo], fitting: Collection[str]) -> dict[str, str]:
+    """By name why an algorithm may not fit, given those that fit the model's architecture."""
+    hints = {
+        info.name: "its edits mean something only on checkpoints trained for editing, as LLaDA2.1; LLaDA2.0 is not"
+        for info in algorithms
+        if info.edits
+    }
+    misfits = {info.name for info in algorithms} - set(fitting)
+    return hints | {name: f"this model is not trained for it; what fits is {', '.join(fitting)}" for name in misfits}
 
 
 def _worker_state(loop: RoundLoop) -> api.WorkerState:

@@ -71,9 +71,15 @@ class SchedulerSettings(SecuritySettings):
     context_length: int | None = setting(
         None, help="tokens of prompt and output together; default: what the model says", metavar="TOKENS", minimum=1
     )
-    dllm_algorithm: str = setting(
-        "LowConfidence",
-        help="denoising algorithm of requests that name none",
+    block_size: int | None = setting(
+        None, help="tokens of a block; default: what the model says", metavar="TOKENS", minimum=1
+    )
+    mask_token_id: int | None = setting(
+        None, help="id of the mask token; default: what the model says", metavar="ID", minimum=0
+    )
+    dllm_algorithm: str | None = setting(
+        None,
+        help="denoising algorithm of requests that name none; default: what the model was published with",
         metavar="NAME",
         check=_check_not_empty,
     )

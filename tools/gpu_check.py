@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,11 +73,11 @@ def random_model(sizes: dict[str, Any], dtype: Any, device: str, seed: int = 0) 
     """Random weights, drawn on the device: the same for one device, seed and dtype only."""
     import torch
 
-    from worker_svc.models.llada2_moe import LLaDA2Moe
+    from common.architectures.llada2_moe import LLADA2_MOE
+    from worker_svc.models.decoder import Decoder
 
-    config: Any = SimpleNamespace(**sizes)  # not the PretrainedConfig, so that transformers need not be here
     with torch.device(device):
-        model = LLaDA2Moe(config, dtype)
+        model = Decoder(LLADA2_MOE.backbone(sizes), dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator, device=device, dtype=parameter.dtype)

@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning th
 import structlog
 import torch
 
+from common.architectures import CheckpointError
 from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
@@ -25,7 +26,7 @@ from worker_svc.executor import Executor
 from worker_svc.fault_hook import loop_type
 from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner, TorchModelRunner
-from worker_svc.models.loading import CheckpointError, load_model
+from worker_svc.models.loading import load_model
 from worker_svc.server import SERVICE_NAME, WorkerServicer
 from worker_svc.settings import WorkerSettings
 from worker_svc.warm_up import warm_up
@@ -68,7 +69,8 @@ def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
         num_slots=settings.max_running_requests,
         num_pages=total_tokens // page_size,
         chunked_prefill_size=settings.chunked_prefill_size,
-        fused_commit=settings.fused_commit,
+        fused_commit=settings.fused_commit and not folder.logit_shift,
+        logit_shift=folder.logit_shift,
         lease_s=settings.lease_s,
         early_end=settings.early_end,
         enable_prefix_caching=settings.enable_prefix_caching,
@@ -78,7 +80,7 @@ def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
 def load_runner(folder: ModelFolder, settings: WorkerSettings) -> ModelRunner:
     """The folder's model on its device. Raises SettingsError naming the flag, or CheckpointError."""
     device = torch.device(settings.device)
-    if folder.architecture == simulated.ARCHITECTURE:
+    if not folder.has_weights:
         if device.type != "cpu" or settings.dtype != "auto":
             raise SettingsError(f"--device, --dtype: {folder.path} is simulated; leave them out")
         time_line = simulated.TimeLine(time.monotonic, time.sleep, simulated.usual_overshoot_s())
@@ -96,13 +98,20 @@ def load_runner(folder: ModelFolder, settings: WorkerSettings) -> ModelRunner:
     dtype = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     model = load_model(folder, dtype=dtype, device=device, on_progress=on_progress)
     attention = ATTENTION_BACKENDS[settings.attention_backend]()
-    return TorchModelRunner(model, attention, batch_invariant=settings.batch_invariant)
+    return TorchModelRunner(model, attention, batch_invariant=settings.batch_invariant, logit_shift=folder.logit_shift)
 
 
 def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
     """The model behind a warm loop."""
     torch.set_num_threads(1 if settings.batch_invariant else settings.num_threads)
-    folder = read_model_folder(settings.model_path, context_length=settings.context_length)
+    folder = read_model_folder(
+        settings.model_path,
+        block_size=settings.block_size,
+        mask_token_id=settings.mask_token_id,
+        context_length=settings.context_length,
+    )
+    for warning in folder.warnings:
+        log.warning("model_folder", path=str(folder.path), hint=warning)
     config = loop_config(folder, settings)
     started_at = time.monotonic()
     runner = load_runner(folder, settings)

@@ -70,8 +70,10 @@ class DenoiseLoop:
         )
         self.pool = PagePool(config.num_pages)
         self.slots = SlotTable(self.kv, self.pool, config.enable_prefix_caching)
-        self.columns = SlotColumns(config.num_slots, config.block_size, runner.device, config.early_end)
-        self.start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks)
+        self.columns = SlotColumns(
+            config.num_slots, config.block_size, runner.device, config.early_end, config.logit_shift
+        )
+        self.start_rules = StartRules(config.block_size, runner.vocab_size, config.max_blocks, config.logit_shift)
         self.clock = clock
         self._planner = self.planner_type(config, self.pool, self.slots, self.columns)
         self._last_refusal_at = float("-inf")
@@ -252,7 +254,7 @@ class DenoiseLoop:
             if start.name.attempt <= older.name.attempt:
                 return RoundRow(None, pb.ROW_STATUS_BAD_STATE, f"attempt: must be above {older.name.attempt}")
             self._free(older, pb.ROW_STATUS_RELEASED)
-        num_positions = (start.block_index + 1) * self.config.block_size
+        num_positions = start.num_blocks * self.config.block_size
         slot = self.slots.open(num_positions, start.prefix)
         if slot is None and self._take_from_silent():
             slot = self.slots.open(num_positions, start.prefix)
@@ -362,7 +364,9 @@ class DenoiseLoop:
         assert round_ is not None and entry is not None
         if flags.filled and not flags.over_bound:
             self._planner.complete(row)
-            return
+            return None
+        if flags.done and row.is_lead_in:
+            return self._end_lead_in(row)
         round_.eventful = True
         self._planner.changed()
         entry.forwards = round_.work.forwards - entry.joined_after
@@ -379,6 +383,15 @@ class DenoiseLoop:
         else:
             entry.error = "the block is over its bound of forwards"
             self._free(row, pb.ROW_STATUS_BAD_STATE)
+
+    def _end_lead_in(self, row: Row) -> None:
+        """The first token of the block that the row started with is known: that one begins, in pages it has already."""
+        assert row.entry is not None and row.session.active is not None
+        row.is_lead_in = False
+        row.block_index += 1
+        self._roll_over(row.algorithm, [row])
+        row.entry.joined_after = row.session.active.work.forwards
+        self._planner.changed()
 
     def _end(self, entry: RoundRow, row: Row) -> None:
         """The row's done block ends its request: at the first stop token, or with the last allowed token."""

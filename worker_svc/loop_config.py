@@ -21,6 +21,12 @@ class LoopConfig:
     lease_s: float = 30.0
     early_end: bool = True  # a block may end its request with masks behind the first stop token
     enable_prefix_caching: bool = True
+    logit_shift: int = 0  # 1 = the logits of a position speak of the next one
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for switches that exclude each other."""
+        if self.logit_shift and self.fused_commit:
+            raise ValueError("fused_commit: with shifted logits a block begins with what the commit before it gave")
 
     @property
     def max_blocks(self) -> int:

@@ -52,7 +52,11 @@ class ModelRunner(Protocol):
     is_asynchronous: bool  # `forward` returns before the device has ended, and the host can work meanwhile
 
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
-        """Write the units' keys and values into `kv`; return the logits of `logits_units`, float32 [R, B, V]."""
+        """Write the units' keys and values into `kv`; return the logits of `logits_units`, float32 [R, B, V].
+
+        Those of a position speak of that position. Of a model whose logits speak of the next position they are rolled
+        by one: those at position 0 speak of the first position of the next block.
+        """
 
     def finish(self) -> float:
         """Wait until the forward and what was computed from its logits have ended; the milliseconds the device was
@@ -68,7 +72,9 @@ class TorchModelRunner:
     sum where their number says.
     """
 
-    def __init__(self, model: BlockModel, attention: AttentionBackend, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, model: BlockModel, attention: AttentionBackend, batch_invariant: bool = False, logit_shift: int = 0
+    ) -> None:
         """Raises ValueError for batch-invariant mode on a CPU with more than one torch thread."""
         if batch_invariant and model.device.type == "cpu" and torch.get_num_threads() > 1:
             raise ValueError("batch-invariant mode on the CPU needs one thread: torch.set_num_threads(1)")
@@ -82,6 +88,7 @@ class TorchModelRunner:
         self._model = model
         self._attention = attention
         self._batch_invariant = batch_invariant
+        self._logit_shift = logit_shift
         self._launched_at = 0.0
 
     @torch.inference_mode()
@@ -112,7 +119,8 @@ class TorchModelRunner:
         offsets = torch.arange(block_size, device=self.device)
         positions = inputs.block_index[:, None] * block_size + offsets
         hidden = self._model(inputs.ids, positions, self._attention)
-        return self._model.logits(hidden.index_select(0, inputs.logits_units))
+        wanted = hidden.index_select(0, inputs.logits_units)
+        return self._model.logits(wanted.roll(self._logit_shift, dims=1) if self._logit_shift else wanted)
 
 
 def _one_unit(inputs: ForwardInput, unit: int, block: int, wants_logits: bool) -> ForwardInput:

@@ -65,6 +65,12 @@ class Start:
     limit_position: int  # first position the request may not generate
     first_unmask_steps: Tensor | None = None  # int32 [B]; None = not asked for
     logprobs: Tensor | None = None  # float32 [B], likewise
+    is_lead_in: bool = False  # see Row
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it takes pages for: prefix, its own, and after a lead-in the next one."""
+        return self.block_index + 1 + self.is_lead_in
 
 
 @dataclass(eq=False)
@@ -83,6 +89,8 @@ class Row:
     wants_logprobs: bool = False
     prefilled_blocks: int = 0
     is_withheld: bool = False  # done and ended in the forward that committed the block before, which was told first
+    # Its block is done already and not to be told: with shifted logits it gives the first token of the next one.
+    is_lead_in: bool = False
     first_stop: int = 0  # once its request ends: offset of the block's first stop token id; B = none
     phase: Phase = Phase.PREFILL
     entry: RoundRow | None = None
@@ -102,6 +110,7 @@ class Row:
             wants_first_unmask_steps=start.first_unmask_steps is not None,
             wants_logprobs=start.logprobs is not None,
             prefilled_blocks=cached_blocks,
+            is_lead_in=start.is_lead_in,
             phase=Phase.PREFILL if cached_blocks < start.block_index else Phase.DENOISE,
         )
 
@@ -114,6 +123,7 @@ class SlotColumns:
     block_size: int
     device: torch.device
     early_end: bool = True  # a block may end its request with masks behind the first stop token
+    logit_shift: int = 0
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     initial_states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -124,6 +134,7 @@ class SlotColumns:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         self.ids = integers(slots, size)
+        self.next_first_ids = integers(slots)  # of shifted models: what the next block begins with
         self.committed_ids = integers(slots, size)  # of the block before, while a fused commit is not told
         self.masked = torch.zeros(slots, size, dtype=torch.bool, device=device)
         self.first_unmask_steps = integers(slots, size)  # of rows that ask, see records.py
@@ -194,11 +205,22 @@ class SlotColumns:
     def next_blocks(self, name: str, slots: Tensor, mask_token_id: int) -> None:
         """Begin the next block of the rows in `slots` (int64 [R]), all of algorithm `name`: step 0, fresh state."""
         state = {key: column[slots] for key, column in self.states[name].items()}
-        self.ids[slots], self.masked[slots] = ALGORITHMS[name].next_block(self.ids[slots], state, mask_token_id)
+        first_ids = self.next_first_ids[slots] if self.logit_shift else None
+        self.ids[slots], self.masked[slots] = ALGORITHMS[name].next_block(
+            self.ids[slots], state, mask_token_id, first_ids
+        )
         self.block_index[slots] += 1
         self.step_index[slots] = 0
         for key, column in self.states[name].items():
             column[slots] = self.initial_states[name][key].expand(len(slots), *column.shape[1:])
+
+    def note_next_first(self, slots: Tensor, kept: Tensor, logits: Tensor, mask_token_id: int) -> None:
+        """Of a shifted model: the most probable first tokens of the next blocks, by `logits` [R, B, V] at position 0;
+        for the rows in `slots` [R] whose step counts (`kept` bool [R])."""
+        first = logits[:, 0].clone()
+        first[:, mask_token_id] = float("-inf")
+        best = first.max(dim=1).indices  # the first of equals
+        self.next_first_ids[slots] = torch.where(kept, best, self.next_first_ids[slots])
 
     def begin_committing(self, name: str, slots: Tensor, mask_token_id: int) -> None:
         """The blocks in `slots` (int64 [R]), all of algorithm `name`, are complete and the next ones begin: their ids

@@ -11,7 +11,7 @@ from common.errors import ServiceError, abort_with
 from common.model_folder import ModelFolder
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
-from worker_svc.algorithms import ALGORITHMS
+from worker_svc.algorithms import algorithms_for
 from worker_svc.denoise import DenoiseLoop, page_usage_message
 from worker_svc.executor import Executor
 from worker_svc.settings import WorkerSettings
@@ -22,8 +22,8 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def algorithm_infos() -> list[pb.AlgorithmInfo]:
-    """What this worker's algorithms take."""
+def algorithm_infos(logit_shift: int = 0) -> list[pb.AlgorithmInfo]:
+    """What this worker's algorithms take; those that can run on such a model."""
     return [
         pb.AlgorithmInfo(
             name=algorithm.name,
@@ -39,7 +39,7 @@ def algorithm_infos() -> list[pb.AlgorithmInfo]:
                 for param in algorithm.params
             ],
         )
-        for algorithm in ALGORITHMS.values()
+        for algorithm in algorithms_for(logit_shift).values()
     ]
 
 
@@ -66,7 +66,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             device=str(loop.runner.device),
             attention_backend=settings.attention_backend,
             batch_invariant=settings.batch_invariant,
-            algorithms=algorithm_infos(),
+            algorithms=algorithm_infos(loop.config.logit_shift),
         )
 
     async def RunRound(self, request: pb.RunRoundRequest, context: Context) -> pb.RunRoundResponse:

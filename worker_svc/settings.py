@@ -25,6 +25,12 @@ class WorkerSettings(SecuritySettings):
     context_length: int | None = setting(
         None, help="tokens of prompt and output together; default: what the model says", metavar="TOKENS", minimum=1
     )
+    block_size: int | None = setting(
+        None, help="tokens of a block; default: what the model says", metavar="TOKENS", minimum=1
+    )
+    mask_token_id: int | None = setting(
+        None, help="id of the mask token; default: what the model says", metavar="ID", minimum=0
+    )
     max_running_requests: int = setting(
         64, help="requests in the batch at one time (slots)", metavar="N", minimum=1, maximum=65536
     )

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.architectures import CheckpointError
 from common.model_folder import ModelFolder
 from worker_svc.algorithms.sampling import mix64, unit_interval
 from worker_svc.kv.store import KVStore
 from worker_svc.model_runner import ForwardInput
-from worker_svc.models.base import CheckpointError
 
-ARCHITECTURE = "SimulatedBlockModel"
 NUM_HASHES = 1 << 24  # a block's hash is kept as float32, which holds these integers exactly
 LONGEST_FORWARD_MS = 3_600_000
 SURE, GUESSED = 20.0, 1.0  # logits; the others are 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class StartRules:
     block_size: int
     vocab_size: int
     max_blocks: int  # per request, prompt and output together
+    logit_shift: int = 0
 
 
 def decode_start(start: pb.StartRow, rules: StartRules) -> Start:
@@ -81,7 +82,7 @@ def decode_start(start: pb.StartRow, rules: StartRules) -> Start:
         "first_unmask_steps: a step that the block has not had",
     )
     _check(logprobs is None or bool((logprobs <= 0).all()), "logprobs: above 0, or no number")
-    return Start(
+    decoded = Start(
         name=RowName(RowKey(start.request_id, start.sample_index), start.attempt),
         prompt_length=start.prompt_length,
         prefix=prefix.view(start.block_index, size),
@@ -102,6 +103,28 @@ def decode_start(start: pb.StartRow, rules: StartRules) -> Start:
         limit_position=limit_position,
         first_unmask_steps=steps,
         logprobs=logprobs,
+    )
+    if rules.logit_shift:
+        _check(not algorithm.edits, f"algorithm: {algorithm.name} edits, and with shifted logits nothing may")
+        return _lead_in(decoded) if mask[0] else decoded
+    return decoded
+
+
+def _lead_in(start: Start) -> Start:
+    """With shifted logits a block's first token is known by the forward over the block before, so a start that lacks it
+    begins with that one, which is complete. Position 0 is never masked there: a prompt has a token."""
+    _check(
+        bool(start.block_mask.all()) and start.step_count == 0 and not start.state,
+        "block_mask: with shifted logits a block is begun from its first position on",
+    )
+    return replace(
+        start,
+        prefix=start.prefix[:-1],
+        block_index=start.block_index - 1,
+        block_ids=start.prefix[-1],
+        block_mask=torch.zeros_like(start.block_mask),
+        is_complete=True,
+        is_lead_in=True,
     )
 
 

@@ -92,6 +92,8 @@ def step(batch: StepRows, logits: Tensor, columns: SlotColumns, mask_token_id: i
     keep = batch.active & finite
     done, ends = torch.zeros_like(keep), torch.zeros_like(keep)
     first_stop = torch.zeros_like(batch.slots)
+    if columns.logit_shift:
+        columns.note_next_first(batch.slots, keep, logits, mask_token_id)
     for group in batch.groups:
         name, slots, kept = group.algorithm.name, group.slots, keep[group.places]
         block = StepBatch(

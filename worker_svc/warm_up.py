@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.errors import Refused
 from common.packing import pack_bits, pack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
-from worker_svc.algorithms import ALGORITHMS
+from worker_svc.algorithms import algorithms_for
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.rounds import RoundRequest
 from worker_svc.run_alone import run_fdfo
@@ -32,7 +32,7 @@ def warm_up(loop: DenoiseLoop) -> None:
             sampling=pb.SamplingParams(temperature=temperature, top_p=1.0),
             tokens_left=size - 1,
         )
-        for name in ALGORITHMS
+        for name in algorithms_for(loop.config.logit_shift)
         for temperature in (0.0, 1.0)
     ]
     request = RoundRequest(

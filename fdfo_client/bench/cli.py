@@ -244,7 +244,7 @@ def _virtual_servers(
     given = argparse.Namespace(**defaults | vars(arguments))
     scheduler, worker = settings_from(SchedulerSettings, given), settings_from(WorkerSettings, given)
     servers = virtual_world(
-        read_simulated_folder(given.model_path, scheduler.context_length),
+        read_simulated_folder(given.model_path, scheduler),
         scheduler,
         worker,
         num_workers=given.num_workers,

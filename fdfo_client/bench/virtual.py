@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from common import __version__
+from common.architectures import CheckpointError
 from common.errors import Refused, ServiceError
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from fdfo.worker.v1 import worker_pb2 as pb
@@ -36,10 +37,9 @@ from worker_svc.__main__ import SettingsError, loop_config
 from worker_svc.denoise import DenoiseLoop, page_usage_message
 from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner
-from worker_svc.models.base import CheckpointError
 from worker_svc.server import algorithm_infos
 from worker_svc.settings import WorkerSettings
-from worker_svc.simulated import ARCHITECTURE, SimulatedRunner, TimeLine
+from worker_svc.simulated import SimulatedRunner, TimeLine
 from worker_svc.wire import decode_names, decode_round
 
 TARGET = "virtual"
@@ -75,7 +75,7 @@ class LoopLink:
             max_running_requests=config.num_slots,
             pages=page_usage_message(self.loop.pool.usage()),
             draining=self.loop.draining,
-            algorithms=algorithm_infos(),
+            algorithms=algorithm_infos(config.logit_shift),
         )
         await asyncio.sleep(self._delay_s)
         return info
@@ -146,16 +146,21 @@ async def run_device(link: LoopLink, time_line: TimeLine) -> None:
             await link.asked.wait()
 
 
-def read_simulated_folder(path: Path, context_length: int | None = None) -> ModelFolder:
-    """The folder of a simulated model. Raises InvalidRequest for any other."""
+def read_simulated_folder(path: Path, settings: SchedulerSettings) -> ModelFolder:
+    """The folder of a simulated model, with what the settings override. Raises InvalidRequest for any other."""
     try:
-        folder = read_model_folder(path, context_length=context_length)
+        folder = read_model_folder(
+            path,
+            block_size=settings.block_size,
+            mask_token_id=settings.mask_token_id,
+            context_length=settings.context_length,
+        )
     except ModelFolderError as error:
         raise InvalidRequest(f"--model-path {error}") from None
-    if folder.architecture != ARCHITECTURE:
+    if folder.has_weights:
         raise InvalidRequest(
             f"--model-path {path}: {folder.architecture} computes in real time; --virtual-time needs a simulated "
-            f"model ({ARCHITECTURE}), such as models/simulated-h200-llada2-mini"
+            f"model, such as models/simulated-h200-llada2-mini"
         )
     return folder
 

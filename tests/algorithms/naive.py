@@ -7,7 +7,7 @@ in `row.closest`, so that a test can leave out cases that rounding decides; exac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 MASK_64 = (1 << 64) - 1
@@ -149,4 +149,88 @@ def step_joint_threshold(row: NaiveRow, logits: Logits) -> bool:
     return not had_masks and not edits
 
 
-NAIVE_STEPS: dict[str, NaiveStep] = {"LowConfidence": step_low_confidence, "JointThreshold": step_joint_threshold}
+def scheduled_count(row: NaiveRow) -> int:
+    """How many positions SDAR's schedule gives to this step: the block split evenly, the first steps take the rest."""
+    size = len(row.ids)
+    steps = int(row.params["denoising_steps"]) or size
+    schedule = [size // steps + (1 if step < size % steps else 0) for step in range(steps)]
+    return max(1, schedule[row.step_index] if row.step_index < steps else size // steps)
+
+
+def surest_first(row: NaiveRow, values: list[float]) -> list[int]:
+    """The masked positions by falling value, equal ones from the left."""
+    masked = [position for position, is_masked in enumerate(row.masked) if is_masked]
+    for position in masked:  # how close they are to each other
+        for other in masked:
+            row.is_above(values[position], values[other])
+    return sorted(masked, key=lambda position: (-values[position], position))
+
+
+def fill_and_report(row: NaiveRow, found: list[tuple[int, float]], positions: Iterable[int]) -> bool:
+    """Write the candidates at `positions`; done is what an algorithm that never edits says."""
+    done = not any(row.masked)
+    for position in positions:
+        row.ids[position] = found[position][0]
+        row.masked[position] = False
+    return done
+
+
+def step_static(row: NaiveRow, logits: Logits) -> bool:
+    found = [candidate(row, position, values) for position, values in enumerate(logits)]
+    return fill_and_report(row, found, surest_first(row, [c for _, c in found])[: scheduled_count(row)])
+
+
+def step_dynamic(row: NaiveRow, logits: Logits) -> bool:
+    found = [candidate(row, position, values) for position, values in enumerate(logits)]
+    count, order = scheduled_count(row), surest_first(row, [c for _, c in found])
+    hits = [position for position in order if row.is_above(found[position][1], row.params["threshold"])]
+    return fill_and_report(row, found, hits if len(hits) >= count else order[:count])
+
+
+def step_sequential(row: NaiveRow, logits: Logits) -> bool:
+    found = [candidate(row, position, values) for position, values in enumerate(logits)]
+    masked = [position for position, is_masked in enumerate(row.masked) if is_masked]
+    return fill_and_report(row, found, masked[: scheduled_count(row)])
+
+
+def step_entropy_bounded(row: NaiveRow, logits: Logits) -> bool:
+    found = [candidate(row, position, values) for position, values in enumerate(logits)]
+    entropies = []
+    for values in logits:
+        largest = max(value for token, value in enumerate(values) if token != row.mask_token_id)
+        weights = [math.exp(value - largest) for token, value in enumerate(values) if token != row.mask_token_id]
+        total = math.fsum(weights)
+        entropies.append(-math.fsum(w / total * math.log(w / total) for w in weights if w > 0))
+    chosen: list[int] = []
+    spent = 0.0
+    for position in surest_first(row, [-entropy for entropy in entropies]):
+        spent += entropies[position]
+        if not row.is_above(row.params["entropy_bound"], spent) and chosen:
+            break
+        chosen.append(position)
+        if not spent < row.params["entropy_bound"]:
+            break
+    return fill_and_report(row, found, chosen)
+
+
+def step_hierarchy(row: NaiveRow, logits: Logits) -> bool:
+    if not any(row.masked):
+        return True
+    found = [candidate(row, position, values) for position, values in enumerate(logits)]
+    size, hidden = int(row.params["sub_block_size"]), list(row.masked)
+    first = row.masked.index(True) // size * size
+    row.masked = [masked and first <= position < first + size for position, masked in enumerate(hidden)]
+    chosen = to_fill(row, [confidence for _, confidence in found])
+    row.masked = hidden
+    return fill_and_report(row, found, chosen)
+
+
+NAIVE_STEPS: dict[str, NaiveStep] = {
+    "LowConfidence": step_low_confidence,
+    "JointThreshold": step_joint_threshold,
+    "LowConfidenceDynamic": step_dynamic,
+    "LowConfidenceStatic": step_static,
+    "Sequential": step_sequential,
+    "EntropyBounded": step_entropy_bounded,
+    "HierarchyBlock": step_hierarchy,
+}

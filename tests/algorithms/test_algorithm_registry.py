@@ -65,7 +65,7 @@ def test_reading_a_value_is_found_out(peeks: Callable[[Tensor], object]) -> None
 @every_algorithm
 def test_step_writes_in_place(algorithm: DllmAlgorithm) -> None:
     """Ids, mask bits and state are changed in the tensors that were given, as a captured graph needs it."""
-    batch = make_batch([make_row([1, None, 3, 4], MASK, params=defaults(algorithm, threshold=0.0))])
+    batch = make_batch([make_row([1, None, 3, 4], MASK, params=defaults(algorithm))])
     state = algorithm.init_step_state(1, "cpu")
     given = {"ids": batch.ids, "masked": batch.masked, **state}
     algorithm.step(batch, random_logits(1, 1, 4, 8, 1.0), state)
@@ -93,6 +93,11 @@ def test_published_defaults() -> None:
             True,
             {"threshold": 0.5, "edit_threshold": 0, "max_post_edit_steps": 16, "penalty_lambda": 0},
         ),
+        "LowConfidenceDynamic": (False, {"threshold": 0.85, "denoising_steps": 0}),
+        "LowConfidenceStatic": (False, {"denoising_steps": 0}),
+        "Sequential": (False, {"denoising_steps": 0}),
+        "EntropyBounded": (False, {"entropy_bound": 0.35}),
+        "HierarchyBlock": (False, {"threshold": 0.9, "sub_block_size": 8}),
     }
 
 
@@ -112,6 +117,15 @@ def test_next_block_is_all_masks(algorithm: DllmAlgorithm) -> None:
     assert next_ids.tolist() == [[7] * 3] * 2
     assert masked.tolist() == [[True] * 3] * 2
     assert ids.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+@every_algorithm
+def test_next_block_begins_with_the_token_that_is_known(algorithm: DllmAlgorithm) -> None:
+    """With shifted logits the first position is set, and the others are masks."""
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    next_ids, masked = algorithm.next_block(ids, algorithm.init_step_state(2, "cpu"), 7, torch.tensor([8, 9]))
+    assert next_ids.tolist() == [[8, 7, 7], [9, 7, 7]]
+    assert masked.tolist() == [[False, True, True]] * 2
 
 
 @every_algorithm

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.architectures import ARCHITECTURES
 from common.model_folder import ModelFolder
 from tests.model.checkpoints import TINY_CONFIG, random_weights
 from worker_svc.attention import ATTENTION_BACKENDS
 from worker_svc.kv.store import KVStore
 from worker_svc.model_runner import ForwardInput, Segment, TorchModelRunner
 from worker_svc.models.base import BlockModel
-from worker_svc.models.configuration_llada2_moe import read_config
-from worker_svc.models.llada2_moe import LLaDA2Moe
+from worker_svc.models.decoder import Decoder
 
 NUM_SLOTS = 6
 MAX_BLOCKS = 16
@@ -39,6 +39,7 @@ class Bench:
     batch_invariant: bool = False
     blocks_per_page: int = 1
     page_seed: int = 0
+    logit_shift: int = 0
     kv: KVStore = field(init=False)
     runner: TorchModelRunner = field(init=False)
 
@@ -60,7 +61,9 @@ class Bench:
         self.kv.page_table[:] = (torch.randperm(num_pages, generator=generator) + 1).view(NUM_SLOTS, -1)
         for pool in (self.kv.k, self.kv.v):
             pool[:, 1:] = float("nan")  # as freed pages may be
-        self.runner = TorchModelRunner(self.model, ATTENTION_BACKENDS["torch"](), self.batch_invariant)
+        self.runner = TorchModelRunner(
+            self.model, ATTENTION_BACKENDS["torch"](), self.batch_invariant, self.logit_shift
+        )
 
     def forward(self, *parts: Part) -> list[Tensor]:
         """One forward over all parts; for each the logits [tokens, V] of its blocks."""
@@ -93,7 +96,7 @@ class Bench:
 
 def model_of(config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> BlockModel:
     """The model with these weights, without files."""
-    model = LLaDA2Moe(read_config(config), dtype)
+    model = Decoder(ARCHITECTURES[config["architectures"][0]].backbone(config), dtype)
     for name, place in model.checkpoint_tensors(merged_experts=False).items():
         place.copy_(weights[name])
     return model
@@ -120,7 +123,10 @@ def folder_of(path: Any, config: dict[str, Any], architecture: str = "LLaDA2MoeM
     return ModelFolder(
         path=path,
         architecture=architecture,
+        has_weights=True,
         block_size=32,
+        logit_shift=0,
+        algorithms=("LowConfidence",),
         vocab_size=config.get("vocab_size", 0),
         num_tokens=512,
         mask_token_id=1,

@@ -10,17 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
 
+from common.architectures import ARCHITECTURES, Experts
 from tests.model.checkpoints import TINY_CONFIG
 from tests.model.reference import reference_gate
-from worker_svc.models.configuration_llada2_moe import LLaDA2MoeConfig, read_config
-from worker_svc.models.llada2_moe import route, run_experts
+from worker_svc.models.decoder import route, run_experts
 
 H = 8
 
 
-def gate_config(num_experts: int, n_group: int, topk_group: int, k: int) -> LLaDA2MoeConfig:
+def gate_config(num_experts: int, n_group: int, topk_group: int, k: int) -> Experts:
     sizes = {"num_experts": num_experts, "n_group": n_group, "topk_group": topk_group, "num_experts_per_tok": k}
-    return read_config(TINY_CONFIG | {"hidden_size": H} | sizes)
+    experts = ARCHITECTURES["LLaDA2MoeModelLM"].backbone(TINY_CONFIG | {"hidden_size": H} | sizes).experts
+    assert experts is not None
+    return experts
 
 
 # experts, groups, groups kept, experts per token: as published, all groups kept, all experts kept, one group

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.architectures.llada2_moe import LLADA2_MOE
 from common.model_folder import read_model_folder
 from tests.model.checkpoints import SHIPPED_MODEL, TINY_CONFIG, merge_experts, random_weights, write_checkpoint
 from tests.model.forwards import Bench, Part, folder_of, in_blocks, random_ids, tiny_model
 from worker_svc.models.base import BlockModel
-from worker_svc.models.configuration_llada2_moe import LLaDA2MoeConfig, read_config
 from worker_svc.models.loading import CheckpointError, load_model
 
 B = 8
@@ -95,9 +95,22 @@ def test_tied_head(tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path / "tied", config)), logits(load(tmp_path / "untied")))
 
 
+def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path: Path) -> None:
+    """A second copy of a tied head is left out; another tensor under its name is refused."""
+    config = TINY_CONFIG | {"tie_word_embeddings": True}
+    tied = random_weights(config)
+    embedding = tied["model.word_embeddings.weight"]
+    write_checkpoint(tmp_path / "twice", config, tied | {"lm_head.weight": embedding.clone()}, num_shards=2)
+    write_checkpoint(tmp_path / "once", config, tied)
+    assert torch.equal(logits(load(tmp_path / "twice", config)), logits(load(tmp_path / "once", config)))
+    for name, head in {"other": embedding + 1, "shape": embedding[:-1]}.items():
+        write_checkpoint(tmp_path / name, config, tied | {"lm_head.weight": head.clone()})
+        assert "lm_head.weight is not the embedding" in refusal(tmp_path / name, config)
+
+
 def test_qk_norm_is_used_unless_the_configuration_says_no(tmp_path: Path, weights: dict[str, Tensor]) -> None:
     """use_qk_norm absent means true; false means that the tensors must not be there."""
-    assert read_config(TINY_CONFIG).use_qk_norm is True
+    assert LLADA2_MOE.backbone(TINY_CONFIG).qk_norm is True
     config = TINY_CONFIG | {"use_qk_norm": False}
     write_checkpoint(tmp_path / "without", config, random_weights(config))
     load(tmp_path / "without", config)
@@ -136,33 +149,24 @@ def test_dtype_of_the_configuration(tmp_path: Path, weights: dict[str, Tensor]) 
 
 
 def test_configuration_defaults() -> None:
-    """Absent keys have the published class's defaults, and transformers can make and write the class."""
-    optional = {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "first_k_dense_replace": 0,
-        "num_shared_experts": 0,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "partial_rotary_factor": 0.5,
-        "head_dim": 16,
-    }
-    config = read_config({key: value for key, value in TINY_CONFIG.items() if key not in optional})
-    assert {key: getattr(config, key) for key in optional} == optional
-    assert config.rotary_dim == 8
-    written = json.loads(LLaDA2MoeConfig(hidden_size=96).to_json_string())
-    assert written["model_type"] == "llada2_moe"
-    assert written["hidden_size"] == 96
+    """Absent keys have the published class's defaults."""
+    sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    sizes += ["num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size"]
+    config = LLADA2_MOE.backbone({key: TINY_CONFIG[key] for key in sizes})
+    assert (config.rms_norm_eps, config.rope_theta, config.head_dim, config.rotary_dim) == (1e-5, 10000.0, 16, 8)
+    assert (config.qk_norm, config.tied_head, config.first_moe_layer) == (True, False, 0)
+    experts = config.experts
+    assert experts is not None
+    assert (experts.num_groups, experts.groups_kept, experts.scale, experts.num_shared) == (8, 4, 2.5, 0)
 
 
 def test_rotary_keys_as_transformers_5_writes_them() -> None:
     """rope_parameters stands for rope_theta and partial_rotary_factor; another type than the default is refused."""
     raw = {key: value for key, value in TINY_CONFIG.items() if key not in ("rope_theta", "partial_rotary_factor")}
     parameters = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
-    assert read_config(raw | {"rope_parameters": parameters}).rope_theta == 1000.0
+    assert LLADA2_MOE.backbone(raw | {"rope_parameters": parameters}).rope_theta == 1000.0
     with pytest.raises(CheckpointError, match="rope_parameters"):
-        read_config(raw | {"rope_parameters": parameters | {"rope_type": "yarn"}})
+        LLADA2_MOE.backbone(raw | {"rope_parameters": parameters | {"rope_type": "yarn"}})
 
 
 # What is refused: files
@@ -279,13 +283,6 @@ def test_a_tensor_under_two_names(tmp_path: Path, weights: dict[str, Tensor]) ->
 # What is refused: configurations
 
 
-def test_an_unknown_architecture(tmp_path: Path, weights: dict[str, Tensor]) -> None:
-    """The architecture is named with those that are known."""
-    write_checkpoint(tmp_path, TINY_CONFIG, weights)
-    with pytest.raises(CheckpointError, match=r"'LlamaForCausalLM'.*LLaDA2MoeModelLM"):
-        load_model(folder_of(tmp_path, TINY_CONFIG, "LlamaForCausalLM"), dtype=torch.float32, device="cpu")
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -334,7 +331,7 @@ def test_an_unknown_architecture(tmp_path: Path, weights: dict[str, Tensor]) -> 
 def test_a_configuration_that_is_not_served(key: str, value: Any) -> None:
     """What cannot be, or is not built, is refused in one line that names the key."""
     with pytest.raises(CheckpointError) as caught:
-        read_config(TINY_CONFIG | {key: value})
+        LLADA2_MOE.backbone(TINY_CONFIG | {key: value})
     assert key in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -342,17 +339,18 @@ def test_a_configuration_that_is_not_served(key: str, value: Any) -> None:
 def test_a_configuration_with_an_odd_rotary_dimension() -> None:
     """Rotation turns pairs."""
     with pytest.raises(CheckpointError, match="head_dim 18"):
-        read_config(TINY_CONFIG | {"head_dim": 18, "rotary_dim": 9})
+        LLADA2_MOE.backbone(TINY_CONFIG | {"head_dim": 18, "rotary_dim": 9})
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_experts", "num_hidden_layers"])
 def test_a_configuration_without_a_size(key: str) -> None:
     """A size that is not there is asked for, not guessed."""
     with pytest.raises(CheckpointError, match=f"{key} is missing"):
-        read_config({k: v for k, v in TINY_CONFIG.items() if k != key})
+        LLADA2_MOE.backbone({k: v for k, v in TINY_CONFIG.items() if k != key})
 
 
 def test_the_shipped_configuration_is_served() -> None:
     """models/tiny-llada2 passes every check."""
-    config = read_config(json.loads((SHIPPED_MODEL / "config.json").read_text()))
-    assert (config.num_experts, config.rope_theta, config.rotary_dim) == (8, 1000.0, 16)
+    config = LLADA2_MOE.backbone(json.loads((SHIPPED_MODEL / "config.json").read_text()))
+    assert config.experts is not None and config.experts.num_experts == 8
+    assert (config.rope_theta, config.rotary_dim) == (1000.0, 16)

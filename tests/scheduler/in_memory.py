@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common.model_folder import read_model_folder
+from common.model_folder import ModelFolder, read_model_folder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo_client.bench.virtual import LoopLink
@@ -122,7 +122,13 @@ class TimedLink(InMemoryLink):
 class Bench:
     """A scheduler and its workers, for the time of one test. `names`: what DNS says, for --workers dns:///..."""
 
-    def __init__(self, *loops: DenoiseLoop, link_type: type[InMemoryLink] = InMemoryLink, **settings: object) -> None:
+    def __init__(
+        self,
+        *loops: DenoiseLoop,
+        folder: ModelFolder = FOLDER,
+        link_type: type[InMemoryLink] = InMemoryLink,
+        **settings: object,
+    ) -> None:
         targets = ",".join(f"127.0.0.1:{number + 1}" for number in range(len(loops)))
         values = {"model_path": Path("models/tiny-llada2"), "workers": targets, **settings}
         self.links: list[InMemoryLink] = []
@@ -130,7 +136,7 @@ class Bench:
 
         def connect(target: str, scheduler_id: str) -> InMemoryLink:
             loop = loops[int(target.rpartition(":")[2]) - 1]
-            self.links.append(link_type(loop, scheduler_id, FOLDER.context_length, target))
+            self.links.append(link_type(loop, scheduler_id, folder.context_length, target))
             return self.links[-1]
 
         async def resolve(host: str, port: int) -> set[str]:
@@ -139,7 +145,7 @@ class Bench:
             return self.names[host]
 
         self.scheduler = Scheduler(
-            FOLDER,
+            folder,
             SchedulerSettings(**values),  # type: ignore[arg-type]
             {},
             connect,

@@ -356,7 +356,7 @@ def test_an_editing_algorithm_is_warned_of_once() -> None:
 
     with structlog.testing.capture_logs() as logs:
         play(bench, scene)
-    warnings = [entry for entry in logs if entry["event"] == "editing_algorithm"]
+    warnings = [entry for entry in logs if entry["event"] == "algorithm_may_not_fit"]
     assert [entry["algorithm"] for entry in warnings] == ["JointThreshold"]
 
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.architectures import CheckpointError
 from common.model_folder import ModelFolder, read_model_folder
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.worker.scripted import Driver, names, start
@@ -21,7 +22,6 @@ from worker_svc.denoise import DenoiseLoop
 from worker_svc.kv.store import KVStore
 from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ForwardInput, Segment
-from worker_svc.models.base import CheckpointError
 from worker_svc.simulated import SimulatedRunner, TimeLine, read_profile, usual_overshoot_s
 
 FOLDER = Path(__file__).parents[2] / "models" / "simulated-h200-llada2-mini"

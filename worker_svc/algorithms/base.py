@@ -57,7 +57,7 @@ class DllmAlgorithm(ABC):
     """
 
     name: ClassVar[str]
-    # Whether a token, once set, may change later in the same block.
+    # Whether a token, once set, may change later in the same block. Not for models with shifted logits.
     edits: ClassVar[bool]
     params: ClassVar[tuple[Param, ...]]
 
@@ -69,7 +69,9 @@ class DllmAlgorithm(ABC):
     def step(self, batch: StepBatch, logits: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Set tokens in `batch.ids`, clear their bits in `batch.masked`, update `state`, all in place.
 
-        `logits` are float32 [R, B, V] of a forward over the block as it stands; the step may overwrite them.
+        `logits` are float32 [R, B, V] of a forward over the block as it stands; the step may overwrite them. Those of a
+        position speak of that position, but at position 0 of a model with shifted logits: there a block begins with its
+        first token set, and the logits speak of the next block's.
         Returns done, bool [R]: the block was complete when that forward started and the step changes nothing in it,
         so the KV which the forward wrote is the KV to keep.
 
@@ -78,12 +80,18 @@ class DllmAlgorithm(ABC):
         on nothing of the other rows.
         """
 
-    def next_block(self, ids: Tensor, state: dict[str, Tensor], mask_token_id: int) -> tuple[Tensor, Tensor]:
-        """How the block after a done one begins: ids int64 [R, B] and mask bits [R, B]. Here all masks.
+    def next_block(
+        self, ids: Tensor, state: dict[str, Tensor], mask_token_id: int, first_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """How the block after a done one begins: ids int64 [R, B] and mask bits [R, B]. Here all masks, but for the
+        first position of a model with shifted logits: it has `first_ids`, int64 [R].
 
         `ids` and `state` are those of the done blocks; they are not changed.
         """
-        return torch.full_like(ids, mask_token_id), torch.ones_like(ids, dtype=torch.bool)
+        next_ids, masked = torch.full_like(ids, mask_token_id), torch.ones_like(ids, dtype=torch.bool)
+        if first_ids is not None:
+            next_ids[:, 0], masked[:, 0] = first_ids, False
+        return next_ids, masked
 
     @abstractmethod
     def max_steps(self, block_size: int, params: Mapping[str, float]) -> int:

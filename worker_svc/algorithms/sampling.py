@@ -56,6 +56,26 @@ def candidates(batch: StepBatch, logits: Tensor, penalty: Tensor | None = None) 
     )
 
 
+def entropies(logits: Tensor, mask_token_id: int) -> Tensor:
+    """float32 [R, B], in nats: of the distributions that `logits` float32 [R, B, V] give without the mask token, whose
+    logit becomes minus infinity; nothing else of them changes.
+
+    Sums are float64 so that their order, which changes with the batch, does not show in the result.
+    """
+    logits[..., mask_token_id] = float("-inf")
+    num_rows, rows_at_once = len(logits), _rows_at_once(logits)
+    parts = []
+    for first in range(0, num_rows, rows_at_once):
+        relative = logits[first : first + rows_at_once]
+        relative = relative - relative.amax(dim=-1, keepdim=True)
+        weights = relative.exp()
+        # A weight of 0 adds nothing, and 0 times minus infinity would.
+        products = relative.mul_(weights).nan_to_num_(nan=0.0)
+        total = weights.sum(dim=-1, dtype=torch.float64)
+        parts.append((total.log() - products.sum(dim=-1, dtype=torch.float64) / total).to(torch.float32))
+    return torch.cat(parts)
+
+
 def _probability_of_best(weights: Tensor) -> Tensor:
     """float32 [R, B] from exp(logit - largest logit): the best token's weight is 1.
 

@@ -10,10 +10,6 @@ from torch import nn
 from worker_svc.attention.base import AttentionBackend
 
 
-class CheckpointError(Exception):
-    """A model folder that cannot be served as it is. The message is one line: what, where, what is expected."""
-
-
 class BlockModel(nn.Module):
     """A block-diffusion model for inference: a stack of layers over units [U, B] of tokens.
 
@@ -37,7 +33,7 @@ class BlockModel(nn.Module):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, B, hidden_size] -> float32 [R, B, vocab_size]; the logits of a position speak of that position."""
+        """hidden [R, B, hidden_size] -> float32 [R, B, vocab_size], by the hidden state of each position."""
 
     @abstractmethod
     def checkpoint_tensors(self, merged_experts: bool) -> dict[str, torch.Tensor]:

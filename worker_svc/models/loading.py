@@ -11,21 +11,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.architectures import ARCHITECTURES, CheckpointError
 from common.model_folder import ModelFolder
-from worker_svc.models.base import BlockModel, CheckpointError
-from worker_svc.models.configuration_llada2_moe import read_config
-from worker_svc.models.llada2_moe import LLaDA2Moe
+from worker_svc.models.base import BlockModel
+from worker_svc.models.decoder import Decoder
 
-__all__ = ["MODELS", "CheckpointError", "load_model"]
-
-# By `architectures[0]` of config.json: from its keys to a model with weights still to be loaded.
-MODELS: dict[str, Callable[[dict[str, Any], torch.dtype], BlockModel]] = {
-    "LLaDA2MoeModelLM": lambda raw, dtype: LLaDA2Moe(read_config(raw), dtype),
-}
+__all__ = ["CheckpointError", "load_model"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED_DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
+HEAD_NAME = "lm_head.weight"
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -52,19 +48,20 @@ def load_model(
     its place, so that never more than one tensor is there twice. `on_progress(bytes_read, bytes_total)` is called about
     ten times. Raises CheckpointError, one line, for whatever cannot be served.
     """
-    build = MODELS.get(folder.architecture)
-    if build is None:
-        raise CheckpointError(f"architecture {folder.architecture!r} is not served; known: {', '.join(MODELS)}")
+    backbone = ARCHITECTURES[folder.architecture].backbone(folder.config)
     if dtype is None:
         dtype = _stored_dtype(folder.config)
     with torch.device("meta"):  # shapes without memory
-        shapes = build(folder.config, dtype)
+        shapes = Decoder(backbone, dtype)
     stored = _read_headers(_weight_files(folder.path))
+    second_head = stored.pop(HEAD_NAME, None) if backbone.tied_head else None
     merged_experts = any(name.endswith(".mlp.experts.gate_proj") for name in stored)
     _compare(stored, shapes.checkpoint_tensors(merged_experts))
+    if second_head is not None:
+        _check_same(second_head, stored[f"{backbone.names.embedding}.weight"])
 
     with torch.device(device):
-        model = build(folder.config, dtype)
+        model = Decoder(backbone, dtype)
     places = model.checkpoint_tensors(merged_experts)
     total_bytes = sum(tensor.num_bytes for tensor in stored.values())
     done_bytes, reported_tenths = 0, 0
@@ -157,6 +154,15 @@ def _compare(stored: dict[str, _Stored], expected: dict[str, torch.Tensor]) -> N
             raise CheckpointError(
                 f"{tensor.file}: {name} has shape {list(tensor.shape)}, and config.json asks for "
                 f"{list(expected[name].shape)}"
+            )
+
+
+def _check_same(head: _Stored, embedding: _Stored) -> None:
+    """Some checkpoints hold a tied head as a tensor of its own; another one than the embedding is a contradiction."""
+    with _open(head.file) as one, _open(embedding.file) as other:
+        if not torch.equal(one.get_tensor(head.name), other.get_tensor(embedding.name)):
+            raise CheckpointError(
+                f"{head.file}: {head.name} is not the embedding, and config.json says tie_word_embeddings"
             )
 
 

@@ -1,21 +1,17 @@
-"""LLaDA2 MoE (LLaDA2.0 and 2.1, `LLaDA2MoeModelLM`): the forward in plain PyTorch, for inference only.
+"""The decoder that all served models are, in plain PyTorch and for inference only: what differs stands in its Backbone.
 
 T is the number of tokens, U * B, where units do not matter. Weights are [out, in], as `linear` takes them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, silu
 
+from common.architectures.base import Backbone, Experts
 from worker_svc.attention.base import AttentionBackend
 from worker_svc.models.base import BlockModel
-
-if TYPE_CHECKING:
-    from worker_svc.models.configuration_llada2_moe import LLaDA2MoeConfig
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -52,22 +48,25 @@ def top_lowest_index(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def route(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, config: LLaDA2MoeConfig
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Experts
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The group-limited gate, in fp32. x: [T, hidden_size] -> expert weights fp32 [T, k] and experts int64 [T, k].
+    """The gate, in fp32. x: [T, hidden_size] -> expert weights fp32 [T, k] and experts int64 [T, k].
 
     The bias decides who is chosen, not with what weight. A group is as good as its two best experts together.
     """
-    scores = linear(x.float(), weight).sigmoid()
-    choice = scores + bias
-    if config.topk_group < config.n_group:
-        groups = torch.unflatten(choice, -1, (config.n_group, -1))
-        best_groups = top_lowest_index(groups.topk(2, dim=-1).values.sum(-1), config.topk_group)
+    logits = linear(x.float(), weight)
+    scores = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(dim=-1)
+    choice = scores if bias is None else scores + bias
+    if config.groups_kept < config.num_groups:
+        groups = torch.unflatten(choice, -1, (config.num_groups, -1))
+        best_groups = top_lowest_index(groups.topk(2, dim=-1).values.sum(-1), config.groups_kept)
         dropped = torch.ones(groups.shape[:-1], dtype=torch.bool, device=x.device).scatter_(-1, best_groups, False)
         choice = groups.masked_fill(dropped[..., None], float("-inf")).flatten(-2)
-    experts = top_lowest_index(choice, config.num_experts_per_tok)
+    experts = top_lowest_index(choice, config.per_token)
     weights = scores.gather(-1, experts)
-    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor, experts
+    if config.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * config.scale, experts
 
 
 def run_experts(
@@ -108,23 +107,24 @@ def _weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with norms on q and k and partial rotary positions."""
+    """Grouped-query attention with rotary positions; q, k and v are one product."""
 
-    def __init__(self, config: LLaDA2MoeConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: Backbone, dtype: torch.dtype) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.eps, self.names = config.head_dim, config.rms_norm_eps, config.names
         num_rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.query_key_value = _weight(num_rows, config.hidden_size, dtype=dtype)
-        self.query_norm = _weight(self.head_dim, dtype=dtype) if config.use_qk_norm else None
-        self.key_norm = _weight(self.head_dim, dtype=dtype) if config.use_qk_norm else None
+        self.bias = _weight(num_rows, dtype=dtype) if config.qkv_bias else None
+        self.query_norm = _weight(self.head_dim, dtype=dtype) if config.qk_norm else None
+        self.key_norm = _weight(self.head_dim, dtype=dtype) if config.qk_norm else None
         self.dense = _weight(config.hidden_size, self.num_heads * self.head_dim, dtype=dtype)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int, attention: AttentionBackend
     ) -> torch.Tensor:
         """x: [U, B, H] -> [U, B, H]."""
-        heads = torch.unflatten(linear(x, self.query_key_value), -1, (-1, self.head_dim))
+        heads = torch.unflatten(linear(x, self.query_key_value, self.bias), -1, (-1, self.head_dim))
         # q and k go through norm and rotation together: on small batches the number of operations is the time.
         qk, v = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=-2)
         if self.query_norm is not None and self.key_norm is not None:
@@ -134,13 +134,16 @@ class Attention(nn.Module):
         return linear(attention.run(layer, q, k, v).flatten(-2), self.dense)
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {
-            f"{prefix}query_key_value.weight": self.query_key_value,
-            f"{prefix}dense.weight": self.dense,
-        }
+        names = self.names
+        tensors: dict[str, torch.Tensor] = {f"{prefix}{names.output}.weight": self.dense}
+        for kind, fused in (("weight", self.query_key_value), ("bias", self.bias)):
+            if fused is not None:
+                sizes = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+                parts = torch.split(fused, sizes) if len(names.qkv) == 3 else (fused,)
+                tensors |= {f"{prefix}{name}.{kind}": part for name, part in zip(names.qkv, parts, strict=True)}
         if self.query_norm is not None and self.key_norm is not None:
-            tensors[f"{prefix}query_layernorm.weight"] = self.query_norm
-            tensors[f"{prefix}key_layernorm.weight"] = self.key_norm
+            tensors[f"{prefix}{names.q_norm}.weight"] = self.query_norm
+            tensors[f"{prefix}{names.k_norm}.weight"] = self.key_norm
         return tensors
 
 
@@ -167,16 +170,16 @@ class DenseMlp(nn.Module):
 class SparseMlp(nn.Module):
     """Routed experts plus shared ones. The gate's weight and bias are kept in fp32, in which they are used."""
 
-    def __init__(self, config: LLaDA2MoeConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: Experts, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        num_experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate = _weight(num_experts, hidden, dtype=torch.float32)
-        self.expert_bias = _weight(num_experts, dtype=torch.float32)
-        self.gate_up = _weight(num_experts, 2 * inner, hidden, dtype=dtype)
-        self.down = _weight(num_experts, hidden, inner, dtype=dtype)
-        num_shared = config.num_shared_experts
-        self.shared_experts = DenseMlp(hidden, inner * num_shared, dtype) if num_shared else None
+        num_experts, inner = config.num_experts, config.intermediate_size
+        self.gate = _weight(num_experts, hidden_size, dtype=torch.float32)
+        self.expert_bias = _weight(num_experts, dtype=torch.float32) if config.has_bias else None
+        self.gate_up = _weight(num_experts, 2 * inner, hidden_size, dtype=dtype)
+        self.down = _weight(num_experts, hidden_size, inner, dtype=dtype)
+        num_shared = config.num_shared
+        self.shared_experts = DenseMlp(hidden_size, inner * num_shared, dtype) if num_shared else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, -2)
@@ -185,10 +188,9 @@ class SparseMlp(nn.Module):
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
     def checkpoint_tensors(self, prefix: str, merged_experts: bool) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {
-            f"{prefix}gate.weight": self.gate,
-            f"{prefix}gate.expert_bias": self.expert_bias,
-        }
+        tensors: dict[str, torch.Tensor] = {f"{prefix}gate.weight": self.gate}
+        if self.expert_bias is not None:
+            tensors[f"{prefix}gate.expert_bias"] = self.expert_bias
         gate, up = self.gate_up.chunk(2, dim=1)
         for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", self.down)):
             if merged_experts:
@@ -204,17 +206,17 @@ class SparseMlp(nn.Module):
 class Layer(nn.Module):
     """x += attention(norm(x)); x += mlp(norm(x))."""
 
-    def __init__(self, config: LLaDA2MoeConfig, index: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Backbone, index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.index, self.eps = index, config.rms_norm_eps
+        self.index, self.eps, self.names = index, config.rms_norm_eps, config.names
         self.input_norm = _weight(config.hidden_size, dtype=dtype)
         self.attention = Attention(config, dtype)
         self.post_attention_norm = _weight(config.hidden_size, dtype=dtype)
         self.mlp: DenseMlp | SparseMlp
-        if index < config.first_k_dense_replace:
+        if config.experts is None or index < config.first_moe_layer:
             self.mlp = DenseMlp(config.hidden_size, config.intermediate_size, dtype)
         else:
-            self.mlp = SparseMlp(config, dtype)
+            self.mlp = SparseMlp(config.experts, config.hidden_size, dtype)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionBackend
@@ -227,39 +229,38 @@ class Layer(nn.Module):
         return {
             f"{prefix}input_layernorm.weight": self.input_norm,
             f"{prefix}post_attention_layernorm.weight": self.post_attention_norm,
-            **self.attention.checkpoint_tensors(f"{prefix}attention."),
+            **self.attention.checkpoint_tensors(f"{prefix}{self.names.attention}."),
             **self.mlp.checkpoint_tensors(f"{prefix}mlp.", merged_experts),
         }
 
 
-class LLaDA2Moe(BlockModel):
+class Decoder(BlockModel):
     """The whole model, with weights still to be loaded."""
 
-    def __init__(self, config: LLaDA2MoeConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: Backbone, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.num_layers, self.vocab_size = config.num_hidden_layers, config.vocab_size
-        self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
-        self.word_embeddings = _weight(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList([Layer(config, index, dtype) for index in range(config.num_hidden_layers)])
+        self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
+        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.embedding = _weight(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList([Layer(config, index, dtype) for index in range(config.num_layers)])
         self.norm = _weight(config.hidden_size, dtype=dtype)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else _weight(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.lm_head = None if config.tied_head else _weight(config.vocab_size, config.hidden_size, dtype=dtype)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         cos, sin = rope_angles(positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)
-        x = embedding(ids, self.word_embeddings)
+        x = embedding(ids, self.embedding)
         for layer in self.layers:
             x = layer(x, cos, sin, attention)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        head = self.word_embeddings if self.lm_head is None else self.lm_head
+        head = self.embedding if self.lm_head is None else self.lm_head
         return linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), head).float()
 
     def checkpoint_tensors(self, merged_experts: bool) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {
-            "model.word_embeddings.weight": self.word_embeddings,
+            f"{self.config.names.embedding}.weight": self.embedding,
             "model.norm.weight": self.norm,
         }
         if self.lm_head is not None:
