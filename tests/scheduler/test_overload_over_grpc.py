@@ -83,7 +83,7 @@ def test_in_a_burst_each_call_gets_its_answer_or_when_to_come_back() -> None:
 
             await asyncio.gather(*(ask() for _ in range(BURST)))
             assert outcomes.total() == BURST and outcomes["answer"] >= 4
-            assert running.scheduler.info().counters.requests_rejected == outcomes["refusal"] > 1000
+            assert running.scheduler.info().counters.requests_rejected == outcomes["refusal"] > 0
             await until(lambda: not running.scheduler.live)
 
     asyncio.run(run())
