@@ -148,7 +148,7 @@ class RequestQueue:
     def _retry_after_s(self, num_before: int) -> float:
         """Whole seconds until so many have left, at the rate of the last ones."""
         if not self._left_at:
-            return MAX_RETRY_S
+            return MIN_RETRY_S
         seconds_each = (self._clock() - self._left_at[0]) / len(self._left_at)
         return min(max(math.ceil(num_before * seconds_each), MIN_RETRY_S), MAX_RETRY_S)
 

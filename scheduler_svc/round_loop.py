@@ -190,7 +190,13 @@ class RoundLoop:
         """Rounds until the address is left and the last row has ended."""
         await self._heartbeat()  # drops what an older generation left there
         watch = asyncio.create_task(
-            watch_worker(self.link, self.epoch, lambda: bool(self._in_flight), self.settings.hang_timeout_s / 2)
+            watch_worker(
+                self.link,
+                self.epoch,
+                owes_reply=lambda: bool(self._in_flight),
+                on_pages=self.rows.see_pages,
+                patience_s=self.settings.hang_timeout_s / 2,
+            )
         )
         try:
             while not self._has_left():

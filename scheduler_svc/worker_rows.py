@@ -110,6 +110,10 @@ class WorkerRows:
             page_size=self.room.page_size,
         )
 
+    def see_pages(self, pages: pb.PageUsage) -> None:
+        """How they are used now, of a worker that owes us no reply; what is free for us, its next word tells."""
+        self.pages = pages
+
     def take_all(self) -> list[Request]:
         """The worker is lost: all its rows, those first that ran there."""
         rows = [*self.running.values(), *self.placed]

@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc.workers import Link, WorkerLost
 
 PROBE_EVERY_S = 1.0
 
 
-async def watch_worker(link: Link, epoch: str, owes_reply: Callable[[], bool], patience_s: float) -> None:
+async def watch_worker(
+    link: Link,
+    epoch: str,
+    owes_reply: Callable[[], bool],
+    on_pages: Callable[[pb.PageUsage], None],
+    patience_s: float,
+) -> None:
     """Probe the worker for ever. Raises WorkerLost when it is dead or has another epoch, and when it drains or does not
-    answer a probe. One that owes us a reply may drain, since the reply brings more, and be silent for `patience_s`."""
+    answer a probe. One that owes us a reply may drain, since the reply brings more, and be silent for `patience_s`;
+    `on_pages` hears of the pages of one that owes none."""
     clock = asyncio.get_running_loop().time
     answered_at = clock()
     while True:
@@ -28,3 +36,5 @@ async def watch_worker(link: Link, epoch: str, owes_reply: Callable[[], bool], p
             raise WorkerLost(f"restarted: its epoch is {info.worker_epoch}", is_death=True)
         if info.draining and not owes_reply():
             raise WorkerLost("the worker is draining")
+        if not owes_reply():
+            on_pages(info.pages)

@@ -77,6 +77,31 @@ def serving(log: Path, *flags: str) -> Iterator[Served]:
             process.wait()
 
 
+@contextlib.contextmanager
+def service(
+    log: Path, module: str, *flags: str, port: str = "0", model: Path = MODEL
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """One of the services, on a free port; it ends with the test. Its process and its target."""
+    words = ["--model-path", str(model), "--port", port, "--exit-with-parent", *flags]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            cwd=ROOT,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        try:
+            line = process.stdout.readline()
+            assert line, log.read_text()
+            yield process, json.loads(line)["target"]
+        finally:
+            process.kill()
+            process.wait()
+
+
 def problems() -> list[str]:
     """The prompts that ship with the model."""
     return [json.loads(line)["prompt"] for line in (MODEL / "problems.jsonl").read_text().splitlines()]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,30 +14,7 @@ import pytest
 
 from fdfo.worker.v1 import worker_pb2, worker_pb2_grpc
 from fdfo_client import AsyncClient, Client, DeadlineExceeded
-from tests.e2e.served import MODEL, POLL_S, ROOT, Options, Stream, answers, problems, run_together
-
-
-@contextlib.contextmanager
-def service(log: Path, module: str, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A service on a free port that ends with the test; its process and its target."""
-    words = ["--model-path", str(MODEL), "--port", "0", "--exit-with-parent", *flags]
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            cwd=ROOT,
-        )
-    assert process.stdin is not None and process.stdout is not None
-    with process.stdin, process.stdout:
-        try:
-            line = process.stdout.readline()
-            assert line, log.read_text()
-            yield process, json.loads(line)["target"]
-        finally:
-            process.kill()
-            process.wait()
+from tests.e2e.served import POLL_S, Options, Stream, answers, problems, run_together, service
 
 
 @dataclass

@@ -57,6 +57,12 @@ def test_every_invariant_names_tests_that_exist() -> None:
     assert [int(number) for number, *_ in rows] == list(range(1, 15))
 
 
+def test_every_failure_names_tests_that_exist() -> None:
+    """docs/reliability.md has all 17 faults of the failure table, each with at least one test."""
+    section = (ROOT / "docs/reliability.md").read_text().partition("## The failure table")[2].partition("\n## ")[0]
+    assert len(rows_with_tests(section)) == 17
+
+
 def test_every_reported_fault_names_tests_that_exist() -> None:
     """docs/reported-cases.md has every fault of each section, each with at least one test that can be collected."""
     _, *sections = re.split(r"^## ", (ROOT / "docs/reported-cases.md").read_text(), flags=re.MULTILINE)

@@ -223,6 +223,20 @@ def test_a_dead_idle_worker_looks_ready_for_a_second_at_most() -> None:
     play_timed(bench, scene)
 
 
+def test_an_idle_scheduler_sees_what_others_hold() -> None:
+    """A probe tells how the pages of a worker are used that owes us nothing."""
+    bench = Bench(make_loop(), link_type=TimedLink)
+
+    async def scene() -> None:
+        await asyncio.sleep(0.5)
+        assert bench.links[0].loop.pool.take(3)
+        await asyncio.sleep(1.1)
+        (worker,) = bench.scheduler.info().workers
+        assert (worker.pages_held, worker.pages_free) == (3, worker.pages_total - 3)
+
+    play_timed(bench, scene)
+
+
 def test_an_idle_worker_that_drains_is_seen_within_a_second() -> None:
     """It gets no request any more; the one that comes then runs elsewhere at once."""
     bench = Bench(make_loop(), make_loop(), link_type=TimedLink)
