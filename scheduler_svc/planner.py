@@ -38,13 +38,14 @@ class Room:
 
 
 def choose_victim(rows: Iterable[Request]) -> Request:
-    """The row that gives up its place when one of these must: of the lowest class the one that started last, which
-    loses least. One that was preempted three times is not chosen while others can be."""
+    """The row that gives up its place when one of these must: one whose client must read first, else of the lowest
+    class the one that started last, which loses least. One that was preempted three times is not chosen while others
+    can be."""
     return min(rows, key=_victim_order)
 
 
-def _victim_order(row: Request) -> tuple[bool, int, int]:
-    return (row.num_preemptions >= MAX_PREEMPTIONS, row.priority, -row.attempt)
+def _victim_order(row: Request) -> tuple[bool, bool, int, int]:
+    return (not row.is_parked, row.num_preemptions >= MAX_PREEMPTIONS, row.priority, -row.attempt)
 
 
 def make_way(first: Request, room: Room, running: Iterable[Request], num_running: int) -> list[Request]:

@@ -30,6 +30,7 @@ class Row:
     client: str = ""
     may_start: bool = True
     is_finished: bool = False
+    is_parked: bool = False
 
     @property
     def num_positions(self) -> int:
@@ -268,7 +269,8 @@ def test_the_retry_hint_is_the_time_that_the_queue_takes() -> None:
 
 
 def test_the_victim_is_of_the_lowest_class_and_started_last() -> None:
-    """Who was preempted three times is spared while others can be chosen, and then chosen by the same order."""
+    """Who was preempted three times is spared while others can be chosen, and then chosen by the same order; before
+    all goes one whose client does not read."""
     rows: list[Any] = [Row(0, attempt=1), Row(0, attempt=5), Row(-1, attempt=2), Row(-1, attempt=4), Row(1, attempt=6)]
     assert choose_victim(rows) is rows[3]
     rows[3].num_preemptions = MAX_PREEMPTIONS
@@ -276,6 +278,8 @@ def test_the_victim_is_of_the_lowest_class_and_started_last() -> None:
     for row in rows:
         row.num_preemptions = MAX_PREEMPTIONS
     assert choose_victim(rows) is rows[3]
+    rows[4].is_parked = True
+    assert choose_victim(rows) is rows[4]
 
 
 ROWS = st.lists(
