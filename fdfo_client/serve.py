@@ -189,6 +189,7 @@ class Child:
         self.target = ""
         self.pid = 0
         self.keeper: asyncio.Task[None] | None = None
+        self.gave_up = asyncio.Event()  # it ended by itself with an error
         self._command = command
         self._port = port
         self._environment = environment
@@ -234,6 +235,8 @@ class Child:
         delay_s = first_delay_s
         while True:
             ending = await self._ending()
+            if self._process is not None and (self._process.returncode or 0) > 0:
+                self.gave_up.set()
             if self._ready_at is not None and self._clock() - self._ready_at >= STEADY_S:
                 delay_s = first_delay_s
             _say(f"{self.name} (pid {self.pid}) {ending}; starting it again in {delay_s:g} s")
@@ -303,7 +306,8 @@ async def run(
             await _start_together(schedulers)
             progress.what = "waiting for the scheduler to find its workers"
             ready = workers_ready or functools.partial(wait_for_workers, access=plan.access)
-            await ready([scheduler.target for scheduler in schedulers], len(workers), progress)
+            targets = [scheduler.target for scheduler in schedulers]
+            await _unless_one_gives_up(workers + schedulers, ready(targets, len(workers), progress))
         finally:
             if reporting is not None:
                 reporting.cancel()
@@ -322,6 +326,21 @@ async def run(
                 child.keeper.cancel()
         for group in (schedulers, workers):
             await asyncio.gather(*(child.stop(hurry) for child in group))
+
+
+async def _unless_one_gives_up(children: Sequence[Child], waiting: Awaitable[None]) -> None:
+    """Wait. Raises ServeError when a service ends with an error meanwhile: it would do so again and again."""
+    ready = asyncio.ensure_future(waiting)
+    ends = {asyncio.create_task(child.gave_up.wait()): child for child in children}
+    try:
+        await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        for child in children:
+            if child.gave_up.is_set() and not ready.done():
+                raise ServeError(f"{child.name} ended with an error; it is above")
+        await ready
+    finally:
+        for task in (ready, *ends):
+            task.cancel()
 
 
 class Progress:

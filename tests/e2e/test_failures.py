@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from fdfo_client import (
     RequestFailed,
     RetryPolicy,
 )
-from tests.e2e.served import MODEL, POLL_S, ROOT, service
+from tests.e2e.served import MODEL, POLL_S, ROOT, command, service
 
 NOT_A_NUMBER = 300  # a text token whose embedding is not finite in the broken model
 # A client whose gRPC takes one message beyond what was read.
@@ -160,6 +161,15 @@ def test_no_worker_and_another_model_behind_the_address(tmp_path: Path) -> None:
         with service(tmp_path / "right", "worker_svc", port=port):
             client.wait_ready(20)
             assert client.generate("Count from 3 to 7.").text
+
+
+def test_a_wrong_default_algorithm_ends_serve() -> None:
+    """The scheduler says what is wrong once, and nothing is started again and again."""
+    words = [word for word in command("--dllm-algorithm", "Nope") if word != "--exit-with-parent"]
+    ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, cwd=ROOT, timeout=60, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.count("unknown algorithm 'Nope'") == 1
+    assert ended.stderr.count("scheduler 0 ended with an error; it is above") == 1
 
 
 def _wait_until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
