@@ -62,7 +62,7 @@ class ServeError(Exception):
 class Plan:
     """What to start. A command takes the port to listen on (0: any) and gives the words to run.
 
-    scheduler_command takes the workers' targets too.
+    scheduler_command takes the workers' targets too. stop_s: after SIGTERM, then a service is killed.
     """
 
     model_path: Path
@@ -72,6 +72,7 @@ class Plan:
     scheduler_command: Callable[[int, Sequence[str]], Sequence[str]]
     environment: Mapping[str, str]
     access: Access = OPEN
+    stop_s: float = GRACE_S
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +131,7 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         scheduler_command=scheduler_command,
         environment={"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(worker.num_threads), **environment},
         access=_access(scheduler),
+        stop_s=GRACE_S + scheduler.stop_grace_s,
     )
 
 
@@ -208,7 +210,7 @@ class Child:
             raise ServeError(f"{self.name} {await self._ending()} before it was ready; its error is above")
         self.keeper = asyncio.create_task(self._keep_alive())
 
-    async def stop(self, hurry: asyncio.Event) -> None:
+    async def stop(self, hurry: asyncio.Event, grace_s: float = GRACE_S) -> None:
         """SIGTERM, then SIGKILL after the grace time or when hurry is set; returns when the process is gone."""
         if self.keeper is not None:
             self.keeper.cancel()
@@ -219,11 +221,11 @@ class Child:
         hurried = asyncio.create_task(hurry.wait())
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             self._process.terminate()
-        await asyncio.wait({ended, hurried}, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ended, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         if not ended.done():
             if not hurry.is_set():
-                _say(f"{self.name} (pid {self.pid}) did not stop within {GRACE_S:g} s and is killed")
+                _say(f"{self.name} (pid {self.pid}) did not stop within {grace_s:g} s and is killed")
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
         await ended
@@ -325,7 +327,7 @@ async def run(
             if child.keeper is not None:
                 child.keeper.cancel()
         for group in (schedulers, workers):
-            await asyncio.gather(*(child.stop(hurry) for child in group))
+            await asyncio.gather(*(child.stop(hurry, plan.stop_s) for child in group))
 
 
 async def _unless_one_gives_up(children: Sequence[Child], waiting: Awaitable[None]) -> None:
