@@ -101,7 +101,10 @@ def _in_a_cell(result: Result) -> str:
         return f"skipped: {result.skipped}"
     runs = []
     for run in result.runs:
-        told = [f"{name} {shown(value)}" for name, value in run.figures.items()] + [
+        figures = {
+            name: value for name, value in run.figures.items() if value or name.startswith(("failed", "recovery"))
+        }
+        told = [f"{name} {shown(value)}" for name, value in figures.items()] + [
             note for note in run.notes if note.startswith("refused")
         ]
         runs.append((f"{run.name}: " if run.name else "") + ", ".join(told))
