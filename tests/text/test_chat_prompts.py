@@ -1,0 +1,168 @@
+"""What a conversation becomes, character by character and token by token, in the two published forms of template."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from common.architectures import ARCHITECTURES
+from common.errors import InvalidField
+from scheduler_svc.text import TextCodec
+from scheduler_svc.tools import MAX_TOOLS, read_tool_calls, read_tools
+from tests.text.folders import LLADA2_TEMPLATE, llada2_tokenizer, write_folder
+from tests.text.qwen import CHATML_TEMPLATE, QWEN_SPLIT, qwen_ranks, sdar_tokenizer
+
+Chat = list[tuple[str, str]]
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather <now>, in °C",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+WEATHER_JSON = (
+    '{"type": "function", "function": {"name": "weather", "description": "The weather <now>, in °C", "parameters": '
+    '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}'
+)
+TOOLS_SECTION = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+    + WEATHER_JSON
+    + "\n</tools>"
+    "\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> "
+    'XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+CALLS = [
+    {"function": {"name": "weather", "arguments": {"city": "Köln"}}},
+    {"function": {"name": "weather", "arguments": {"city": "Rom"}}},
+]
+CALLS_TEXT = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+)
+RESULTS_TEXT = "\n<tool_response>\n21\n</tool_response>\n<tool_response>\n30\n</tool_response>"
+
+ONE_TURN: Chat = [("user", "Hi")]
+SYSTEM: Chat = [("system", "Be brief."), ("user", "Hi")]
+SEVERAL: Chat = [("user", "Hi"), ("assistant", "Ho"), ("system", "Rhyme."), ("user", "Tea?")]
+TOOLS: Chat = [("system", "Be brief."), ("user", "Weather?"), ("assistant", ""), ("tool", "21"), ("tool", "30")]
+
+LLADA2_OFF = "<role>SYSTEM</role>detailed thinking off<|role_end|>"
+LLADA2: dict[str, tuple[Chat, bool, str]] = {
+    "one turn": (ONE_TURN, False, LLADA2_OFF + "<role>HUMAN</role>Hi<|role_end|><role>ASSISTANT</role>"),
+    "system": (
+        SYSTEM,
+        False,
+        "<role>SYSTEM</role>Be brief.\ndetailed thinking off<|role_end|><role>HUMAN</role>Hi<|role_end|>"
+        "<role>ASSISTANT</role>",
+    ),
+    "several turns": (
+        SEVERAL,
+        False,
+        LLADA2_OFF + "<role>HUMAN</role>Hi<|role_end|><role>ASSISTANT</role>Ho<|role_end|>"
+        "<role>SYSTEM</role>Rhyme.<|role_end|><role>HUMAN</role>Tea?<|role_end|><role>ASSISTANT</role>",
+    ),
+    "tools": (
+        TOOLS,
+        True,
+        f"<role>SYSTEM</role>Be brief.\n{TOOLS_SECTION}\ndetailed thinking off<|role_end|>"
+        f"<role>HUMAN</role>Weather?<|role_end|><role>ASSISTANT</role>{CALLS_TEXT}<|role_end|>"
+        f"<role>OBSERVATION</role>{RESULTS_TEXT}<|role_end|><role>ASSISTANT</role>",
+    ),
+}
+SDAR: dict[str, tuple[Chat, bool, str]] = {
+    "one turn": (ONE_TURN, False, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+    "system": (
+        SYSTEM,
+        False,
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "several turns": (
+        SEVERAL,
+        False,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n<|im_start|>system\nRhyme.<|im_end|>\n"
+        "<|im_start|>user\nTea?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "tools": (
+        TOOLS,
+        True,
+        f"<|im_start|>system\nBe brief.\n\n{TOOLS_SECTION}<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n"
+        f"<|im_start|>assistant\n{CALLS_TEXT}<|im_end|>\n<|im_start|>user{RESULTS_TEXT}<|im_end|>\n"
+        "<|im_start|>assistant\n",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llada2(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    path = write_folder(tmp_path_factory.mktemp("llada2"), tokenizer=llada2_tokenizer(), template=LLADA2_TEMPLATE)
+    return TextCodec(path)
+
+
+@pytest.fixture(scope="module")
+def sdar(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    path = tmp_path_factory.mktemp("sdar")
+    return TextCodec(write_folder(path, tokenizer=sdar_tokenizer(), template=CHATML_TEMPLATE))
+
+
+def check_prompt(codec: TextCodec, tokenizer: Tokenizer, chat: Chat, with_tools: bool, expected: str) -> None:
+    tools: list[dict[str, Any]] = [WEATHER] if with_tools else []
+    calls = {2: CALLS} if with_tools else {}
+    assert codec.render_chat(chat, tools, calls) == expected
+    ids = codec.encode_chat(chat, tools, calls)
+    assert ids == tokenizer.encode(expected, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize(("chat", "with_tools", "expected"), LLADA2.values(), ids=LLADA2.keys())
+def test_prompts_in_the_form_of_llada2(llada2: TextCodec, chat: Chat, with_tools: bool, expected: str) -> None:
+    """The prompt is the expected string, and its ids are those of that string read with special tokens."""
+    check_prompt(llada2, llada2_tokenizer(), chat, with_tools, expected)
+
+
+@pytest.mark.parametrize(("chat", "with_tools", "expected"), SDAR.values(), ids=SDAR.keys())
+def test_prompts_in_the_form_of_sdar(sdar: TextCodec, chat: Chat, with_tools: bool, expected: str) -> None:
+    """The prompt is the expected string, and its ids are those of that string read with special tokens."""
+    check_prompt(sdar, sdar_tokenizer(), chat, with_tools, expected)
+
+
+def test_the_ids_of_sdar(sdar: TextCodec) -> None:
+    """Mask, stops and marks are at the published ids; a greeting and whole prompts have Qwen's ids."""
+    architecture = ARCHITECTURES["SDARForCausalLM"]
+    tokenizer = sdar_tokenizer()
+    assert tokenizer.get_vocab_size() == architecture.mask_token_id + 1 == 151670
+    assert architecture.mask_token_id in [tokenizer.token_to_id(text) for text in architecture.mask_token_texts]
+    assert {tokenizer.token_to_id(text) for text in architecture.stop_token_texts} == {151643, 151645}
+    assert sdar.encode_text("<tool_call></tool_call><think></think>") == [151657, 151658, 151667, 151668]
+    assert sdar.encode_text("Hello, world!") == [9707, 11, 1879, 0]
+    assert sdar.encode_chat(ONE_TURN) == [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198]
+    assert sdar.encode_chat(SYSTEM)[:3] == [151644, 8948, 198]
+
+
+TEXTS = {
+    "contractions": "I'll say it's what we'VE done, don't they'd",
+    "digits": "1234567890 3.14 x86_64 ٣٤ ½",
+    "white space": "a  b\t\tc\n\n\n d \r\n  e   ",
+    "code": "def f(x):\n    return {'a': x**2, \"b\": [x] * 3}  # ok\n",
+    "scripts": "Größe, Москва, 日本語の文章, 한국어, العربية, हिन्दी",
+    "emoji": "👩‍👩‍👧 💡🇩🇪",
+    "decomposed": "cafe\u0301 A\u030a \u1100\u1161",
+    "special text": "<|im_start|>system\n<|MASK|><|endoftext|>",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+def test_sdar_text_has_the_ids_that_tiktoken_gives(sdar: TextCodec, text: str) -> None:
+    """An implementation apart, over the same tokens, gives the same ids; they spell the text in its composed form."""
+    tiktoken = pytest.importorskip("tiktoken")
+    encoding = tiktoken.Encoding("qwen", pat_str=QWEN_SPLIT, mergeable_ranks=qwen_ranks(), special_tokens={})
+    composed = unicodedata.normalize("NFC", text)
+    ids = sdar.encode_text(text)
+    assert ids == encoding.encode_ordinary(composed)
+    assert b"".join(map(sdar.token_bytes, ids)).decode() == composed
