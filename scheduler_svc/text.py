@@ -114,6 +114,9 @@ class TextCodec:
         """
         if self._template is None:
             raise InvalidField("messages", "this model has no chat template; send text or prompt_ids")
+        for name, given in (("tools", tools), ("tool_calls", tool_calls)):
+            if given and name not in self._template_source:
+                raise InvalidField("messages", f"this model's chat template knows no {name}")
         client_json = json.dumps([tools, dict(tool_calls)], ensure_ascii=False)
         everything = self._template_source + "".join(content for _, content in messages) + client_json
         taken = set(re.findall("\ue000([0-9]+)", everything))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes
     if len(cuts) > 1:
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
-            joined = [ranks.get(left + right, rank) for left, right in zip(parts, parts[1:], strict=False)]
+            joined = [ranks.get(left + right, rank) for left, right in pairwise(parts)]
             best = joined.index(min(joined))
             parts[best : best + 2] = [parts[best] + parts[best + 1]]
         cuts = [len(parts[0])]

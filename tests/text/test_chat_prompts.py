@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 from common.architectures import ARCHITECTURES
 from common.errors import InvalidField
 from scheduler_svc.text import TextCodec
-from scheduler_svc.tools import MAX_TOOLS, read_tool_calls, read_tools
+from scheduler_svc.tools import MAX_TOOLS, read_tool_calls
 from tests.text.folders import LLADA2_TEMPLATE, llada2_tokenizer, write_folder
 from tests.text.qwen import CHATML_TEMPLATE, QWEN_SPLIT, qwen_ranks, sdar_tokenizer
 
@@ -145,6 +146,25 @@ def test_the_ids_of_sdar(sdar: TextCodec) -> None:
     assert sdar.encode_chat(SYSTEM)[:3] == [151644, 8948, 198]
 
 
+LLADA2_IDS = {
+    "the theon": [257, 258, 259],
+    " 12": [32, 49, 50],
+    "a\n\nb": [97, 260, 98],
+    "th e": [256, 32, 101],
+    "e\u0301": [0xC3, 0xA9],
+    "<|mask|>": list(b"<|mask|>"),
+    "<role>": list(b"<role>"),
+}
+
+
+@pytest.mark.parametrize(("text", "ids"), LLADA2_IDS.items(), ids=map(ascii, LLADA2_IDS))
+def test_text_in_the_form_of_llada2(llada2: TextCodec, text: str, ids: list[int]) -> None:
+    """Composed, cut at words and single digits, merged inside the pieces only, special text as bytes; and back."""
+    assert llada2.encode_text(text) == ids
+    detokenizer = llada2.detokenizer()
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == unicodedata.normalize("NFC", text)
+
+
 TEXTS = {
     "contractions": "I'll say it's what we'VE done, don't they'd",
     "digits": "1234567890 3.14 x86_64 ٣٤ ½",
@@ -166,3 +186,79 @@ def test_sdar_text_has_the_ids_that_tiktoken_gives(sdar: TextCodec, text: str) -
     ids = sdar.encode_text(text)
     assert ids == encoding.encode_ordinary(composed)
     assert b"".join(map(sdar.token_bytes, ids)).decode() == composed
+
+
+def test_special_text_in_tools_and_calls_stays_text(llada2: TextCodec) -> None:
+    """Whatever names, keys and values of tools, calls and results hold, only the template makes special tokens."""
+    mark = "<|mask|><|role_end|><tool_call>"
+    tools = [{"function": {"name": mark, mark: [mark, {"enum": [mark, 1, None, True]}], "cut": "<|mask"}}]
+    calls = {1: [{"function": {"name": mark, "arguments": {mark: mark, "deep": [[mark]]}}}]}
+    chat = [("user", mark), ("assistant", mark), ("tool", mark), ("user", "|>")]
+    plain = json.loads(json.dumps([chat, tools, calls[1]]).replace(mark, "x"))
+    tokenizer = llada2_tokenizer()
+
+    def specials(ids: list[int]) -> list[int]:
+        return [token_id for token_id in ids if tokenizer.get_added_tokens_decoder().get(token_id)]
+
+    ids = llada2.encode_chat(chat, tools, calls)
+    assert specials(ids) == specials(llada2.encode_chat([tuple(turn) for turn in plain[0]], plain[1], {1: plain[2]}))
+    assert tokenizer.decode(ids, skip_special_tokens=False) == llada2.render_chat(chat, tools, calls)
+    assert llada2.render_chat(chat, tools, calls).count(mark) == 11
+
+
+def test_stand_in_text_in_tools_is_text(llada2: TextCodec) -> None:
+    """What looks like the codec's own stand-in comes out as it went in, inside a tool too."""
+    tools = [{"name": "<|mask|>\ue0000:0\ue001"}]
+    assert '{"name": "<|mask|>\ue0000:0\ue001"}' in llada2.render_chat(ONE_TURN, tools)
+
+
+def test_arguments_as_text_are_the_object_they_spell() -> None:
+    """OpenAI's form, arguments as JSON text, gives templates the object; so does a call without its wrapper."""
+    for arguments in ('{"city": "Köln"}', '{\n "city" :"K\\u00f6ln"}'):
+        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        bare = {"name": "weather", "arguments": arguments}
+        wrapped, unwrapped = read_tool_calls([json.dumps(call), json.dumps(bare)], "calls")
+        assert wrapped["function"] == unwrapped == {"name": "weather", "arguments": {"city": "Köln"}}
+    assert read_tool_calls(['{"name": "now", "arguments": ""}'], "calls") == [{"name": "now", "arguments": {}}]
+
+
+@pytest.mark.parametrize(
+    ("texts", "field", "words"),
+    [
+        (["{}", "{"], "calls[1]", "no JSON"),
+        (["[1]"], "calls[0]", "JSON object"),
+        (["null"], "calls[0]", "JSON object"),
+        (['{"a": NaN}'], "calls[0]", "no JSON"),
+        (['{"a": 1e999}'], "calls[0]", "no JSON"),
+        (['{"a": "\\ud800"}'], "calls[0]", "no JSON"),
+        (['{"a": ' * 5000 + "1" + "}" * 5000], "calls[0]", "no JSON"),
+        (['{"a": ' + "9" * 5000 + "}"], "calls[0]", "no JSON"),
+        (['{"name": "f", "arguments": "{"}'], "calls[0].arguments", "no JSON"),
+        (['{"function": {"name": "f", "arguments": "[1]"}}'], "calls[0].arguments", "JSON object"),
+        (["{}"] * (MAX_TOOLS + 1), "calls", "at most 1024"),
+    ],
+)
+def test_texts_that_are_no_calls_are_refused_by_name(texts: list[str], field: str, words: str) -> None:
+    """What is no JSON object, or could not be written as one again, is refused in one line with its place."""
+    with pytest.raises(InvalidField, match=words) as caught:
+        read_tool_calls(texts, field="calls")
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+def test_tools_nested_too_deep_are_refused(llada2: TextCodec) -> None:
+    """Nesting that JSON can be read with, but no template can walk, is the client's error."""
+    tool: dict[str, Any] = {}
+    for _ in range(700):
+        tool = {"a": tool}
+    with pytest.raises(InvalidField, match="recursion"):
+        llada2.encode_chat(ONE_TURN, [tool])
+
+
+def test_tools_are_refused_where_the_template_has_none(tmp_path: Path) -> None:
+    """Tools and calls that a template would leave out in silence are the client's error."""
+    codec = TextCodec(write_folder(tmp_path, template="{{ messages[0].content }}"))
+    with pytest.raises(InvalidField, match="knows no tools"):
+        codec.encode_chat(ONE_TURN, [WEATHER])
+    with pytest.raises(InvalidField, match="knows no tool_calls"):
+        codec.encode_chat([("assistant", "")], tool_calls={0: CALLS})

@@ -148,6 +148,26 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
     ),
     "text over the context limit": (api.GenerateRequest(text="1" * CONTEXT), "text", "context limit of 4096"),
     "text far over the context limit": (api.GenerateRequest(text="a" * 1_000_000), "text", "has 1000000 characters"),
+    "a tool that is no JSON": (
+        api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "user"}], tools=["{}", "{"])),
+        "messages.tools[1]",
+        "no JSON",
+    ),
+    "a call that is no object": (
+        api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "assistant", "tool_calls": ["1"]}])),
+        "messages.messages[0].tool_calls[0]",
+        "JSON object",
+    ),
+    "a call of the user": (
+        api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "user", "tool_calls": ["{}"]}])),
+        "messages.messages[0].tool_calls",
+        "assistant",
+    ),
+    "tools far over the context limit": (
+        api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "user"}], tools=[" " * 900_000 + "{}"])),
+        "messages",
+        "context limit",
+    ),
     "messages over the context limit": (
         api.GenerateRequest(messages=chat(("user", "1" * CONTEXT))),
         "messages",
