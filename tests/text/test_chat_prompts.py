@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from common.architectures import ARCHITECTURES
@@ -112,6 +114,10 @@ def sdar(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec(write_folder(path, tokenizer=sdar_tokenizer(), template=CHATML_TEMPLATE))
 
 
+def llada2_special_ids(tokenizer: Tokenizer) -> set[int]:
+    return {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+
 def check_prompt(codec: TextCodec, tokenizer: Tokenizer, chat: Chat, with_tools: bool, expected: str) -> None:
     tools: list[dict[str, Any]] = [WEATHER] if with_tools else []
     calls = {2: CALLS} if with_tools else {}
@@ -198,7 +204,7 @@ def test_special_text_in_tools_and_calls_stays_text(llada2: TextCodec) -> None:
     tokenizer = llada2_tokenizer()
 
     def specials(ids: list[int]) -> list[int]:
-        return [token_id for token_id in ids if tokenizer.get_added_tokens_decoder().get(token_id)]
+        return [token_id for token_id in ids if token_id in llada2_special_ids(tokenizer)]
 
     ids = llada2.encode_chat(chat, tools, calls)
     assert specials(ids) == specials(llada2.encode_chat([tuple(turn) for turn in plain[0]], plain[1], {1: plain[2]}))
@@ -206,10 +212,37 @@ def test_special_text_in_tools_and_calls_stays_text(llada2: TextCodec) -> None:
     assert llada2.render_chat(chat, tools, calls).count(mark) == 11
 
 
-def test_stand_in_text_in_tools_is_text(llada2: TextCodec) -> None:
-    """What looks like the codec's own stand-in comes out as it went in, inside a tool too."""
-    tools = [{"name": "<|mask|>\ue0000:0\ue001"}]
-    assert '{"name": "<|mask|>\ue0000:0\ue001"}' in llada2.render_chat(ONE_TURN, tools)
+# Special text whole and cut, what looks like the codec's own stand-in, what JSON escapes, and other text.
+pieces = st.sampled_from(["<|mask|>", "<tool_call>", "<|ro", "le_end|>", "\ue0000:0\ue001", "\ue000", '"', "\\", "\n"])
+texts = st.lists(pieces | st.text(st.characters(codec="utf-8"), max_size=2), max_size=5).map("".join)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+objects = st.dictionaries(texts, values, max_size=3)
+
+
+@settings(deadline=None, max_examples=50)
+@given(tool=objects, arguments=objects, content=texts)
+def test_any_tool_comes_out_as_it_went_in(
+    llada2: TextCodec, tool: dict[str, Any], arguments: dict[str, Any], content: str
+) -> None:
+    """Any JSON is written once more as JSON, and adds no special token to those of the template."""
+    tools = [tool or {"name": "f"}]
+    calls = {1: [{"function": {"name": "f", "arguments": arguments}}]}
+    chat = [("user", content), ("assistant", content)]
+    prompt = llada2.render_chat(chat, tools, calls)
+    assert f"<tools>\n{json.dumps(tools[0], ensure_ascii=False)}\n</tools>" in prompt
+    assert f'"arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>' in prompt
+    tokenizer = llada2_tokenizer()
+    ids = llada2.encode_chat(chat, tools, calls)
+    call = ["<tool_call>", "</tool_call>"]
+    role = ["<role>", "</role>"]
+    marks = [*role, *call, *call, "<|role_end|>", *role, "<|role_end|>", *role, *call, "<|role_end|>", *role]
+    special = [tokenizer.id_to_token(token_id) for token_id in ids if token_id in llada2_special_ids(tokenizer)]
+    assert special == marks
+    assert tokenizer.decode(ids, skip_special_tokens=False) == unicodedata.normalize("NFC", prompt)
 
 
 def test_arguments_as_text_are_the_object_they_spell() -> None:
