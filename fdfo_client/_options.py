@@ -6,8 +6,9 @@ rule and any client hears the same.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -20,10 +21,15 @@ MAX_SHOWN_CHARS = 80
 
 
 class Message(TypedDict):
-    """One turn of a conversation. `role` is "system", "user", "assistant" or "tool"."""
+    """One turn of a conversation. `role` is "system", "user", "assistant" or "tool".
+
+    content: may be None where there are tool_calls.
+    tool_calls: what the assistant called in this turn, as OpenAI's API has it.
+    """
 
     role: str
-    content: str
+    content: str | None
+    tool_calls: NotRequired[Sequence[Mapping[str, Any]]]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -31,6 +37,7 @@ class GenerateOptions(TypedDict, total=False):
 
     prompt_ids: the prompt as token ids.
     messages: the prompt as a conversation, rendered with the model's chat template.
+    tools: what the model may call in answer to messages, as the chat template expects it; most expect OpenAI's form.
     max_new_tokens: at most so many tokens, 1 or more. Default: up to the context limit.
     temperature: 0 (the default) takes the most probable token; up to 2.
     top_p: above 0, up to 1; 1 is off.
@@ -54,6 +61,7 @@ class GenerateOptions(TypedDict, total=False):
 
     prompt_ids: Sequence[int] | None
     messages: Sequence[Message] | None
+    tools: Sequence[Mapping[str, Any]] | None
     max_new_tokens: int | None
     temperature: float | None
     top_p: float | None
@@ -96,6 +104,10 @@ def build_request(prompt: str | None, options: GenerateOptions) -> tuple[pb.Gene
 
     request = pb.GenerateRequest()
     _set_prompt(request, prompt, options.get("prompt_ids"), options.get("messages"))
+    if tools := options.get("tools"):
+        if request.WhichOneof("prompt") != "messages":
+            raise InvalidRequest("tools: must be given with messages", "tools")
+        _extend_json(request.messages.tools, "tools", tools)
     for name in _SAMPLING_FIELDS:
         _set_scalar(request.sampling, name, options.get(name))
     for name in _FIELDS:
@@ -134,12 +146,15 @@ def _set_prompt(
             raise _unfit("messages", "a list of messages", messages)
         for index, message in enumerate(messages):
             try:
-                request.messages.messages.add(role=message["role"], content=message["content"])
-            except (KeyError, TypeError, ValueError):
+                calls = message.get("tool_calls") or ()
+                content = message.get("content") if calls else message["content"]
+                turn = request.messages.messages.add(role=message["role"], content=content)
+            except (AttributeError, KeyError, TypeError, ValueError):
                 raise InvalidRequest(
                     f"messages[{index}]: must be a mapping with the texts role and content, not {_shown(message)}",
                     "messages",
                 ) from None
+            _extend_json(turn.tool_calls, f"messages[{index}].tool_calls", calls)
 
 
 # protobuf raises TypeError for a wrong type and ValueError for a number out of range or text that is not Unicode. Its
@@ -162,6 +177,13 @@ def _extend(field: Any, name: str, values: Sequence[object]) -> None:
     except (TypeError, ValueError):
         wanted = _WANTED[FieldDescriptor.TYPE_STRING if name == "stop" else FieldDescriptor.TYPE_UINT32]
         raise _unfit(name, f"a list, of each {wanted}", values) from None
+
+
+def _extend_json(field: Any, name: str, values: Sequence[Mapping[str, Any]]) -> None:
+    try:
+        field.extend([json.dumps(value, ensure_ascii=False) for value in values])
+    except (TypeError, ValueError, RecursionError):
+        raise _unfit(name, "a list of what JSON can hold", values) from None
 
 
 def _update(field: Any, name: str, values: Mapping[str, float]) -> None:

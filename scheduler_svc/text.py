@@ -6,8 +6,9 @@ import codecs
 import datetime
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -18,6 +19,11 @@ from tokenizers.decoders import ByteLevel
 
 from common.errors import InvalidField
 from common.model_folder import ModelFolderError, load_tokenizer, read_chat_template, special_token_texts
+from scheduler_svc.tools import JsonObject
+
+# Published as text even where the tokenizer calls them special, as LLaDA2's does: who reads the answer looks for them.
+TOOL_CALL_MARKS = ("<tool_call>", "</tool_call>")
+_NO_CALLS: Mapping[int, Sequence[JsonObject]] = MappingProxyType({})
 
 
 class TextCodec:
@@ -39,7 +45,7 @@ class TextCodec:
         self._special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
         self._special_in_content = _special_text_pattern(list(self._special_texts.values()))
         vocabulary = self._with_specials.get_vocab(with_added_tokens=True)
-        self._bytes_of_token = _token_table(vocabulary, set(self._special_texts.values()))
+        self._bytes_of_token = _token_table(vocabulary, set(self._special_texts.values()).difference(TOOL_CALL_MARKS))
         # A prompt with more characters than this per token of the context limit need not be encoded to be refused.
         # The factor 4 is for normalizers: NFC makes one character of up to four.
         self.max_chars_per_token = 4 * max(map(len, vocabulary), default=1)
@@ -48,7 +54,6 @@ class TextCodec:
         self._template = _compile_template(path, self._template_source, now) if self._template_source else None
         self._template_variables: dict[str, Any] = {
             **special_token_texts(path),
-            "tools": None,
             "documents": None,
             "add_generation_prompt": True,
         }
@@ -58,13 +63,19 @@ class TextCodec:
         tokenizer = self._with_specials if parse_special_tokens else self._plain
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        tools: Sequence[JsonObject] = (),
+        tool_calls: Mapping[int, Sequence[JsonObject]] = _NO_CALLS,
+    ) -> list[int]:
         """Ids of the chat template over (role, content) pairs, generation prompt included.
 
-        Equal to reading the rendered string with special tokens on, except that what looks like a special token inside
-        a content stays text. Raises InvalidField("messages") where the template refuses the messages.
+        tool_calls: by the index of their message. Equal to reading the rendered string with special tokens on, except
+        that what looks like a special token inside a content, a tool or a call stays text. Raises
+        InvalidField("messages") where the template refuses the messages.
         """
-        rendered, text_of_stand_in = self._render(messages)
+        rendered, text_of_stand_in = self._render(messages, tools, tool_calls)
         encoding = self._with_specials.encode(rendered, add_special_tokens=False)
         ids: list[int] = []
         start = 0
@@ -75,9 +86,14 @@ class TextCodec:
                 start = token_end
         return ids + self.encode_text(_restore(rendered[start:], text_of_stand_in))
 
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        tools: Sequence[JsonObject] = (),
+        tool_calls: Mapping[int, Sequence[JsonObject]] = _NO_CALLS,
+    ) -> str:
         """The prompt as a string, to look at; encode_chat is what tells template and content apart."""
-        return _restore(*self._render(messages))
+        return _restore(*self._render(messages, tools, tool_calls))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; none for special tokens and for ids without a token."""
@@ -86,14 +102,23 @@ class TextCodec:
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self)
 
-    def _render(self, messages: Sequence[tuple[str, str]]) -> tuple[str, dict[str, str]]:
-        """The rendered prompt with stand-ins for special-token text of the contents, and what each stands for.
+    def _render(
+        self,
+        messages: Sequence[tuple[str, str]],
+        tools: Sequence[JsonObject],
+        tool_calls: Mapping[int, Sequence[JsonObject]],
+    ) -> tuple[str, dict[str, str]]:
+        """The rendered prompt with stand-ins for the client's special-token text, and what each stands for.
 
         A stand-in, not a cut, because a template may do anything to a content: trim it, search it, repeat it.
         """
         if self._template is None:
             raise InvalidField("messages", "this model has no chat template; send text or prompt_ids")
-        everything = self._template_source + "".join(content for _, content in messages)
+        for name, given in (("tools", tools), ("tool_calls", tool_calls)):
+            if given and name not in self._template_source:
+                raise InvalidField("messages", f"this model's chat template knows no {name}")
+        client_json = json.dumps([tools, dict(tool_calls)], ensure_ascii=False)
+        everything = self._template_source + "".join(content for _, content in messages) + client_json
         taken = set(re.findall("\ue000([0-9]+)", everything))
         mark = next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
         text_of_stand_in: dict[str, str] = {}
@@ -106,11 +131,22 @@ class TextCodec:
                 text_of_stand_in[stand_in_of_text[text]] = text
             return stand_in_of_text[text]
 
-        replaced = [
-            {"role": role, "content": self._special_in_content.sub(stand_in, content)} for role, content in messages
-        ]
+        def replaced(value: Any) -> Any:
+            match value:
+                case str():
+                    return self._special_in_content.sub(stand_in, value)
+                case list():
+                    return [replaced(item) for item in value]
+                case dict():  # a template looks up names, so those stay; no special token is one
+                    return {key if key.isidentifier() else replaced(key): replaced(item) for key, item in value.items()}
+            return value
+
         try:
-            return self._template.render(messages=replaced, **self._template_variables), text_of_stand_in
+            turns = [{"role": role, "content": replaced(content)} for role, content in messages]
+            for i, calls in tool_calls.items():
+                turns[i]["tool_calls"] = replaced(calls)
+            variables = {**self._template_variables, "tools": replaced(tools) or None}
+            return self._template.render(messages=turns, **variables), text_of_stand_in
         except Exception as error:  # a template is foreign code and may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidField("messages", f"the model's chat template refuses them: {reason}") from error

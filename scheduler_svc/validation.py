@@ -17,6 +17,7 @@ from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import scheduler_pb2
 from scheduler_svc.resume import Past, as_begun, check_request, decode, read_past, request_part
 from scheduler_svc.text import TextCodec
+from scheduler_svc.tools import read_tool_calls, read_tools
 
 # Ten times the longest prompts; what is refused for its size is hardly looked at.
 MAX_CLIENT_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -335,22 +336,36 @@ def _prompt(request: scheduler_pb2.GenerateRequest, rules: Rules) -> tuple[str, 
                 if token_id == rules.folder.mask_token_id:
                     raise InvalidField(f"prompt_ids.ids[{i}]", f"{token_id} is the mask token, which is reserved")
         case "messages":
-            messages = [(message.role, message.content) for message in request.messages.messages]
-            if not messages:
-                raise InvalidField("messages", "must not be empty")
-            for i, (role, _) in enumerate(messages):
-                if role not in ROLES:
-                    raise InvalidField(
-                        f"messages.messages[{i}].role", f"must be one of {', '.join(ROLES)}, not {role!r}"
-                    )
-            num_chars = len(messages) + sum(len(content) for _, content in messages)
-            _refuse_too_long("messages", num_chars, max_chars, rules)
-            ids = rules.codec.encode_chat(messages)
+            ids = _encode_chat(request.messages, max_chars, rules)
             if not ids:
                 raise InvalidField("messages", "the model's chat template makes no tokens of them")
             if rules.folder.mask_token_id in ids:
                 raise InvalidField("messages", "the model's chat template puts in the mask token, which is reserved")
     return field, ids
+
+
+def _encode_chat(chat: scheduler_pb2.ChatMessages, max_chars: int, rules: Rules) -> list[int]:
+    if not chat.messages:
+        raise InvalidField("messages", "must not be empty")
+    for i, message in enumerate(chat.messages):
+        if message.role not in ROLES:
+            raise InvalidField(
+                f"messages.messages[{i}].role", f"must be one of {', '.join(ROLES)}, not {message.role!r}"
+            )
+        if message.tool_calls and message.role != "assistant":
+            raise InvalidField(f"messages.messages[{i}].tool_calls", f"belong to the assistant, not to {message.role}")
+    num_chars = len(chat.messages) + sum(map(len, chat.tools))
+    num_chars += sum(len(message.content) + sum(map(len, message.tool_calls)) for message in chat.messages)
+    _refuse_too_long("messages", num_chars, max_chars, rules)
+    return rules.codec.encode_chat(
+        [(message.role, message.content) for message in chat.messages],
+        read_tools(chat.tools, "messages.tools"),
+        {
+            i: read_tool_calls(message.tool_calls, f"messages.messages[{i}].tool_calls")
+            for i, message in enumerate(chat.messages)
+            if message.tool_calls
+        },
+    )
 
 
 def _refuse_too_long(field: str, num_chars: int, max_chars: int, rules: Rules) -> None:

@@ -26,6 +26,7 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
     "prompt": (str,),
     "prompt_ids": (list,),
     "messages": (list,),
+    "tools": (list,),
     "stop": (str, list),
     "stop_token_ids": (list,),
     "algorithm_params": (dict,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -210,6 +211,29 @@ def test_the_three_kinds_of_prompt() -> None:
     assert fake.requests[3].messages.messages[0] == pb.ChatMessage(role="user", content="Hi")
 
 
+def test_tools_and_calls_travel_as_json() -> None:
+    """Tools and calls are sent as JSON texts, each in its place; a turn with calls needs no content."""
+    fake = FakeScheduler()
+    tool = {"type": "function", "function": {"name": "weather", "description": "in °C"}}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    with client_of(fake) as client:
+        client.generate(
+            messages=[
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "21"},
+            ],
+            tools=[tool],
+        )
+    sent = fake.requests[0].messages
+    assert [json.loads(text) for text in sent.tools] == [tool]
+    assert [(turn.content, [json.loads(text) for text in turn.tool_calls]) for turn in sent.messages] == [
+        ("Hi", []),
+        ("", [call]),
+        ("21", []),
+    ]
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
@@ -220,6 +244,11 @@ def test_the_three_kinds_of_prompt() -> None:
         (None, {"prompt_ids": [-1]}, "prompt_ids"),
         (None, {"prompt_ids": ["a"]}, "prompt_ids"),
         (None, {"messages": [{"role": "user"}]}, "messages"),
+        (None, {"messages": ["x"]}, "messages"),
+        (None, {"messages": [{"role": "assistant", "tool_calls": [{1, 2}]}]}, "messages[0].tool_calls"),
+        (None, {"messages": [{"role": "user", "content": "x"}], "tools": [{"a": {1}}]}, "tools"),
+        (None, {"messages": [{"role": "user", "content": "x"}], "tools": 5}, "tools"),
+        ("x", {"tools": [{}]}, "tools"),
         ("x", {"max_new_tokens": -1}, "max_new_tokens"),
         ("x", {"max_new_tokens": 2**32}, "max_new_tokens"),
         ("x", {"temperature": "hot"}, "temperature"),
@@ -245,10 +274,12 @@ def test_the_three_kinds_of_prompt() -> None:
 )
 def test_what_cannot_be_sent_is_refused_by_name(prompt: Any, options: Any, field: str) -> None:
     """What does not fit the wire raises InvalidRequest with its field, before any call, from stream itself."""
-    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=field) as caught:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=re.escape(field)) as caught:
         client.stream(prompt, **options)
     assert caught.value.field == field
-    assert re.match(rf"{field}\S*: (must be|give) ", str(caught.value)), "in words of the option, not of protobuf"
+    assert re.match(rf"{re.escape(field)}\S*: (must be|give) ", str(caught.value)), (
+        "in words of the option, not of protobuf"
+    )
 
 
 def test_a_value_that_does_not_fit_is_shown_cut() -> None:

@@ -20,8 +20,10 @@ LLADA2_CONFIG: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 LLADA2_SPECIAL_TEXTS = ("<|endoftext|>", "<|mask|>", "<|role_end|>", "<role>", "</role>")
+# Special in the published tokenizer, too.
+LLADA2_TOOL_TEXTS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # In tokenizer.json, but no special tokens: they are published like text.
-LLADA2_ADDED_TEXTS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<añadido x>")
+LLADA2_ADDED_TEXTS = ("<think>", "<añadido x>")
 # The split of the published tokenizer.
 LLADA2_SPLIT = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -33,6 +35,14 @@ LLADA2_TEMPLATE = """
 {%- if messages[0].role == 'system' %}
     {{- messages[0].content + '\\n' }}
 {%- endif %}
+{%- if tools %}
+    {{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
+    {%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
+    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within ' }}
+    {{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>\\n' }}
+{%- endif %}
 {{- 'detailed thinking off<|role_end|>' }}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
@@ -40,9 +50,17 @@ LLADA2_TEMPLATE = """
     {%- elif message.role == 'system' and not loop.first %}
         {{- '<role>SYSTEM</role>' + message.content + '<|role_end|>' }}
     {%- elif message.role == 'assistant' %}
-        {{- '<role>ASSISTANT</role>' + message.content + '<|role_end|>' }}
+        {{- '<role>ASSISTANT</role>' + message.content }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n' if message.content or not loop.first }}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|role_end|>' }}
     {%- elif message.role == 'tool' %}
-        {{- '<role>OBSERVATION</role>\\n<tool_response>\\n' + message.content + '\\n</tool_response><|role_end|>' }}
+        {{- '<role>OBSERVATION</role>' if loop.previtem is undefined or loop.previtem.role != 'tool' }}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {{- '<|role_end|>' if loop.nextitem is undefined or loop.nextitem.role != 'tool' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -83,7 +101,8 @@ def llada2_tokenizer() -> Tokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in LLADA2_SPECIAL_TEXTS])
+    special_texts = LLADA2_SPECIAL_TEXTS + LLADA2_TOOL_TEXTS
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special_texts])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in LLADA2_ADDED_TEXTS])
     return tokenizer
 

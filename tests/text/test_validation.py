@@ -21,7 +21,14 @@ from scheduler_svc.validation import (
     Sampling,
     parse_generate,
 )
-from tests.text.folders import LLADA2_CONFIG, SHIPPED, byte_tokenizer, write_folder
+from tests.text.folders import (
+    LLADA2_CONFIG,
+    LLADA2_TEMPLATE,
+    SHIPPED,
+    byte_tokenizer,
+    llada2_tokenizer,
+    write_folder,
+)
 
 B = 32
 MASK = 1
@@ -57,6 +64,18 @@ def refusal(request: api.GenerateRequest, rules: Rules = RULES) -> InvalidField:
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert "\n" not in str(caught.value)
     return caught.value
+
+
+def test_a_request_with_tools(tmp_path: Path) -> None:
+    """Tools and calls reach the chat template as objects."""
+    codec = TextCodec(write_folder(tmp_path, tokenizer=llada2_tokenizer(), template=LLADA2_TEMPLATE))
+    call = {"role": "assistant", "tool_calls": ['{"function": {"name": "f", "arguments": "{\\"x\\": 1}"}}']}
+    request = api.GenerateRequest(
+        messages=api.ChatMessages(messages=[{"role": "user", "content": "go"}, call], tools=['{"name": "f"}'])
+    )
+    calls = {1: [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    expected = codec.encode_chat([("user", "go"), ("assistant", "")], [{"name": "f"}], calls)
+    assert parse_generate(request, dataclasses.replace(RULES, codec=codec)).prompt_ids == expected
 
 
 def test_the_least_request() -> None:
@@ -148,6 +167,26 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
     ),
     "text over the context limit": (api.GenerateRequest(text="1" * CONTEXT), "text", "context limit of 4096"),
     "text far over the context limit": (api.GenerateRequest(text="a" * 1_000_000), "text", "has 1000000 characters"),
+    "a tool that is no JSON": (
+        api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "user"}], tools=["{}", "{"])),
+        "messages.tools[1]",
+        "no JSON",
+    ),
+    "a call that is no object": (
+        api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "assistant", "tool_calls": ["1"]}])),
+        "messages.messages[0].tool_calls[0]",
+        "JSON object",
+    ),
+    "a call of the user": (
+        api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "user", "tool_calls": ["{}"]}])),
+        "messages.messages[0].tool_calls",
+        "assistant",
+    ),
+    "tools far over the context limit": (
+        api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "user"}], tools=[" " * 900_000 + "{}"])),
+        "messages",
+        "context limit",
+    ),
     "messages over the context limit": (
         api.GenerateRequest(messages=chat(("user", "1" * CONTEXT))),
         "messages",
