@@ -129,8 +129,8 @@ def table(runs: list[Run]) -> list[str]:
         interval = f"{low:.1%} - {high:.1%}"
         lines.append(
             f"{run.name:<{width}}{len(run.results):>10}{run.num_right:>7}{run.num_failed:>8}"
-            f"{_shown(run.accuracy, '.1%'):>10}  {interval:<16}{run.tokens:>8}{run.forwards:>10}"
-            f"{_shown(run.tokens_per_forward, '.2f'):>16}"
+            f"{shown(run.accuracy, '.1%'):>10}  {interval:<16}{run.tokens:>8}{run.forwards:>10}"
+            f"{shown(run.tokens_per_forward, '.2f'):>16}"
         )
     return lines
 
@@ -139,14 +139,15 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     """A comparison in words."""
     left_out = f", {comparison.num_left_out} left out that failed" if comparison.num_left_out else ""
     return [
-        f"same answer: {comparison.num_same} of {len(comparison.pairs)} ({_shown(comparison.share_same, '.1%')})"
+        f"same answer: {comparison.num_same} of {len(comparison.pairs)} ({shown(comparison.share_same, '.1%')})"
         f"{left_out}",
         f"right in the first run only: {comparison.num_only_first}, in the second only: {comparison.num_only_second}; "
         f"McNemar's exact p: {comparison.p:.3g}",
     ]
 
 
-def _shown(value: float | None, form: str) -> str:
+def shown(value: float | None, form: str) -> str:
+    """`-` for what there is none of."""
     return "-" if value is None else format(value, form)
 
 

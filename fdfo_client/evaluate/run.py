@@ -13,6 +13,7 @@ from typing import Any, Self
 from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._errors import FdfoError, InvalidRequest
+from fdfo_client._options import Message
 from fdfo_client.evaluate.problems import Check, Problem, is_exact
 from fdfo_client.evaluate.statistics import mcnemar_p, wilson_interval
 
@@ -194,7 +195,7 @@ async def ask_all(
 
 async def _ask(client: AsyncClient, problem: Problem, check: Check, options: dict[str, Any], raw: bool) -> Result:
     prompt = problem.prompt if raw else None
-    messages = None if raw else [{"role": "user", "content": problem.prompt}]
+    messages: list[Message] | None = None if raw else [{"role": "user", "content": problem.prompt}]
     try:
         completion = await client.generate(prompt, messages=messages, **options)
     except FdfoError as error:

@@ -27,4 +27,4 @@ def mcnemar_p(num_only_first: int, num_only_second: int) -> float:
     """
     num_pairs = num_only_first + num_only_second
     tail = sum(math.comb(num_pairs, count) for count in range(min(num_only_first, num_only_second) + 1))
-    return min(1.0, 2 * tail / 2**num_pairs)
+    return float(min(1.0, 2 * tail / (1 << num_pairs)))
