@@ -93,8 +93,8 @@ def line(cache: str, run: Run, comparison: Comparison | None) -> str:
     same, p = ("", "") if comparison is None else (shown(comparison.share_same, ".1%"), f"{comparison.p:.3g}")
     interval = "{:.1%} - {:.1%}".format(*run.interval)
     accuracy, speed = shown(run.accuracy, ".1%"), shown(run.tokens_per_forward, ".2f")
-    figures = (run.name, cache, run.concurrency, run.num_right, accuracy, interval, run.forwards, speed, same, p)
-    return (ROW.format(*figures) + ("" if agrees(run, comparison) else " !")).rstrip()
+    figures = (cache, run.settings["concurrency"], run.num_right, accuracy, interval, run.forwards, speed, same, p)
+    return (ROW.format(run.name, *figures) + ("" if agrees(run, comparison) else " !")).rstrip()
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ async def _ask(arguments: argparse.Namespace, targets: tuple[str, ...], problems
         problems,
         name=name,
         concurrency=arguments.concurrency,
-        check=CHECKS[arguments.check or ("exact" if arguments.reasoning_gym is None else "number")],
+        check=arguments.check or ("exact" if arguments.reasoning_gym is None else "number"),
         options={
             "algorithm": arguments.algorithm,
             "algorithm_params": dict(arguments.param or ()),

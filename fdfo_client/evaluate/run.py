@@ -14,10 +14,11 @@ from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client._options import Message
-from fdfo_client.evaluate.problems import Check, Problem, is_exact
+from fdfo_client.evaluate.problems import CHECKS, Check, Problem, is_exact
 from fdfo_client.evaluate.statistics import mcnemar_p, wilson_interval
 
 VERSION = 1
+_JSON_TYPES = {"prompt": str, "answer": str, "said": str, "is_right": bool, "tokens": int, "forwards": int}
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """One result for each problem, in their order. server: what answered, by the names of `ServerInfo`.
+    """One result for each problem, in their order.
+
+    server: what answered, by the names of `ServerInfo`. settings: how it was asked, by the names of `ask_all`.
 
     A failed request is neither right nor wrong: shares are of the problems that were answered. Forwards are the denoise
     forwards of each request, summed over the requests; they do not depend on how many shared a batch.
@@ -43,7 +46,7 @@ class Run:
 
     name: str
     server: Mapping[str, Any]
-    concurrency: int
+    settings: Mapping[str, Any]
     results: Sequence[Result]
 
     @property
@@ -87,7 +90,7 @@ class Run:
             "fdfo_eval": VERSION,
             "name": self.name,
             "server": dict(self.server),
-            "concurrency": self.concurrency,
+            "settings": dict(self.settings),
             "problems": len(self.results),
             "right": self.num_right,
             "failed": self.num_failed,
@@ -106,9 +109,14 @@ class Run:
             raise ValueError(f'not an evaluation of this version: "fdfo_eval" must be {VERSION}')
         try:
             results = [Result(**fields) for fields in value["results"]]
-            return cls(value["name"], value["server"], value["concurrency"], results)
-        except (KeyError, TypeError) as error:
+            run = cls(str(value["name"]), dict(value["server"]), dict(value["settings"]), results)
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not an evaluation: {error}") from None
+        for number, result in enumerate(results, start=1):
+            for name, kind in _JSON_TYPES.items():
+                if not isinstance(getattr(result, name), kind):
+                    raise ValueError(f"result {number}, {name}: must be of type {kind.__name__}")
+        return run
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,7 @@ async def ask_all(
     *,
     name: str,
     concurrency: int,
-    check: Check = is_exact,
+    check: str = "exact",
     options: Mapping[str, Any] | None = None,
     raw: bool = False,
     seed: int = 0,
@@ -169,28 +177,35 @@ async def ask_all(
 ) -> Run:
     """Ask all problems, `concurrency` at a time, each as one user turn, or as plain text if `raw`.
 
-    options: of `AsyncClient.generate`, the same for all. seed: of the first problem; each next one has one more.
+    check: name of one of CHECKS.
+    options: of `AsyncClient.generate`, the same for all.
+    seed: of the first problem; each next one has one more.
     on_progress: called with the number of problems that ended and of right answers among them.
 
     A request that fails is a Result with its error. Raises FdfoError if nothing answers at the targets at all.
     """
     results: dict[int, Result] = {}
+    num_right = 0
+    given = {option: value for option, value in (options or {}).items() if value is not None}
     async with AsyncClient(targets, tls=access.tls, api_key=access.api_key) as client:
         info = await client.server_info()
         waiting = iter(enumerate(problems))
 
         async def one_after_the_other() -> None:
+            nonlocal num_right
             for index, problem in waiting:
-                own = {**(options or {}), "seed": seed + index}
-                results[index] = await _ask(client, problem, check, own, raw)
-                on_progress(len(results), sum(result.is_right for result in results.values()))
+                result = await _ask(client, problem, CHECKS[check], {**given, "seed": seed + index}, raw)
+                results[index] = result
+                num_right += result.is_right
+                on_progress(len(results), num_right)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(problems))):
                 group.create_task(one_after_the_other())
     shown = ("version", "served_model_name", "fingerprint", "block_size", "algorithm", "fdfo", "rounds_in_flight")
     server = {field: getattr(info, field) for field in shown}
-    return Run(name, server, concurrency, [results[index] for index in range(len(problems))])
+    settings = {"concurrency": concurrency, "check": check, "options": given, "raw": raw, "seed": seed}
+    return Run(name, server, settings, [results[index] for index in range(len(problems))])
 
 
 async def _ask(client: AsyncClient, problem: Problem, check: Check, options: dict[str, Any], raw: bool) -> Result:

@@ -125,6 +125,10 @@ def test_eval_counts_and_saves(problems: Path, tmp_path: Path, capsys: pytest.Ca
     figures = capsys.readouterr().out.splitlines()[1].split()[1:]
     assert figures == ["4", "3", "0", "75.0%", "30.1%", "-", "95.4%", "24", "16", "1.50"]
     saved = json.loads(path.read_text())
+    assert saved["settings"] == {"concurrency": 16, "check": "exact", "options": {"algorithm_params": {}}} | {
+        "raw": False,
+        "seed": 0,
+    }
     assert (saved["right"], saved["accuracy"], saved["tokens_per_forward"]) == (3, 0.75, 1.5)
     assert [result["said"] for result in saved["results"]] == [" 1\n", " 5\n", " 3\n", " 4\n"]
 
@@ -192,7 +196,7 @@ def test_a_run_is_paired_with_a_saved_one(problems: Path, tmp_path: Path, capsys
 
 
 def a_run(*prompts: str) -> Run:
-    return Run("a", {}, 1, [Result(prompt, "1") for prompt in prompts])
+    return Run("a", {}, {}, [Result(prompt, "1") for prompt in prompts])
 
 
 @pytest.mark.parametrize(
@@ -204,14 +208,30 @@ def test_runs_of_other_problems_are_not_paired(prompts: list[str], message: str)
         compare(a_run("x", "y"), a_run(*prompts))
 
 
-@pytest.mark.parametrize("text", ["nonsense", "[]", '{"fdfo_eval": 1}', '{"fdfo_eval": 2, "results": []}'])
-def test_a_wrong_saved_run_is_refused(problems: Path, tmp_path: Path, text: str) -> None:
+SAVED = '{"fdfo_eval": 1, "name": "a", "server": {}, "settings": {}, "results": [{"prompt": "a", "answer": "b"%s}]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "Expecting value"),
+        ("[]", "not an evaluation of this version"),
+        ('{"fdfo_eval": 2, "results": []}', "not an evaluation of this version"),
+        ('{"fdfo_eval": 1}', "not an evaluation: 'results'"),
+        (SAVED % ', "more": 1', "unexpected keyword argument 'more'"),
+        (SAVED % ', "said": 1', "result 1, said: must be of type str"),
+    ],
+)
+def test_a_wrong_saved_run_is_refused(
+    problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
     """What `--json` did not write is wrong usage, found before a request is sent."""
     path = tmp_path / "saved.json"
     path.write_text(text)
     scheduler = FakeScheduler(says())
     assert run(scheduler, "--problems", str(problems), "--against", str(path)) == 2
     assert not scheduler.requests
+    assert f"{path}: " in (err := capsys.readouterr().err) and message in err
 
 
 def test_an_against_that_is_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
