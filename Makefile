@@ -71,7 +71,7 @@ bench: $(STAMP) ## measure everything against its baselines (up to 25 minutes)
 bench-quick: $(STAMP) ## most of it with five short runs each (about 3 minutes)
 	@$(BIN)/python -m bench --quick
 
-eval: $(STAMP) ## the shipped modes give the answers of one request at a time (about a minute)
+eval: $(STAMP) ## the shipped modes give the answers of one request at a time (about 2 minutes)
 	@$(BIN)/python -m bench.evaluate
 
 gpu-check: ## torch attention on CUDA against the CPU; needs a GPU

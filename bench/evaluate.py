@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.services import TINY, Services
+from fdfo_client import AsyncClient
 from fdfo_client._arguments import output_file, whole
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client.evaluate.cli import shown
-from fdfo_client.evaluate.problems import read_problems
+from fdfo_client.evaluate.problems import Problem, read_problems
 from fdfo_client.evaluate.run import Comparison, Run, ask_all, compare
 
 NUM_ROWS = 64
@@ -34,8 +35,11 @@ CACHES: Mapping[str, tuple[str, ...]] = {
 }
 # Runs of one model agree in so large a share, or else differ by no more than chance.
 LEAST_SHARE_SAME, LEAST_P = 0.99, 0.01
-ROW = "{:<26}{:>6}{:>12}{:>8}{:>10}  {:<16}{:>10}{:>16}{:>8}{:>10}"
-HEAD = ("mode", "cache", "concurrent", "right", "accuracy", "95 % interval", "forwards", "tokens/forward", "same", "p")
+ROW = "{:<26}{:>6}{:>12}{:>14}{:>8}{:>10}  {:<16}{:>10}{:>16}{:>8}{:>10}"
+HEAD = (
+    *("mode", "cache", "concurrent", "rows/forward", "right", "accuracy", "95 % interval"),
+    *("forwards", "tokens/forward", "same", "p"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,13 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for mode, flags in MODES.items():
                     with services.schedulers(TINY, [(workers, flags)]) as targets:
                         for concurrency in CONCURRENCIES:
-                            run = asyncio.run(ask_all(targets, problems, name=mode, concurrency=concurrency))
+                            run, rows_per_forward = asyncio.run(_ask(targets, problems, mode, concurrency))
                             comparison = None if alone is None else compare(alone, run)
                             alone = alone or run
-                            print(line(cache, run, comparison), flush=True)
+                            print(line(cache, run, rows_per_forward, comparison), flush=True)
                             rows.append(
                                 {"cache": cache, "agrees": agrees(run, comparison), "run": run.to_json()}
                                 | {"comparison": comparison and comparison.to_json()}
+                                | {"rows_per_forward": rows_per_forward}
                             )
     except (FdfoError, RuntimeError) as error:
         print(f"eval: {error}", file=sys.stderr)
@@ -80,6 +85,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if num_apart else 0
 
 
+async def _ask(
+    targets: Sequence[str], problems: Sequence[Problem], name: str, concurrency: int
+) -> tuple[Run, float | None]:
+    """The run, and the mean number of rows in the worker's forwards meanwhile: None where there was no forward."""
+    async with AsyncClient(targets) as client:
+        before = (await client.server_info()).counters
+        run = await ask_all(targets, problems, name=name, concurrency=concurrency)
+        after = (await client.server_info()).counters
+    forwards = after.forwards - before.forwards
+    rows = after.denoise_row_forwards + after.waiting_row_forwards
+    rows -= before.denoise_row_forwards + before.waiting_row_forwards
+    return run, rows / forwards if forwards else None
+
+
 def agrees(run: Run, comparison: Comparison | None) -> bool:
     """Nothing failed, and the answers are the same, or no more often right or wrong than chance explains."""
     if run.num_failed or comparison is None:
@@ -88,13 +107,13 @@ def agrees(run: Run, comparison: Comparison | None) -> bool:
     return share is not None and (share >= LEAST_SHARE_SAME or comparison.p > LEAST_P)
 
 
-def line(cache: str, run: Run, comparison: Comparison | None) -> str:
+def line(cache: str, run: Run, rows_per_forward: float | None, comparison: Comparison | None) -> str:
     """A run in one line of the table; `!` at its end if it does not agree. comparison: None for the first run."""
-    same, p = ("", "") if comparison is None else (shown(comparison.share_same, ".1%"), f"{comparison.p:.3g}")
-    interval = "{:.1%} - {:.1%}".format(*run.interval)
-    accuracy, speed = shown(run.accuracy, ".1%"), shown(run.tokens_per_forward, ".2f")
-    figures = (cache, run.settings["concurrency"], run.num_right, accuracy, interval, run.forwards, speed, same, p)
-    return (ROW.format(run.name, *figures) + ("" if agrees(run, comparison) else " !")).rstrip()
+    cells = [run.name, cache, run.settings["concurrency"], shown(rows_per_forward, ".2f"), run.num_right]
+    cells += [shown(run.accuracy, ".1%"), "{:.1%} - {:.1%}".format(*run.interval), run.forwards]
+    cells += [shown(run.tokens_per_forward, ".2f")]
+    cells += ["", ""] if comparison is None else [shown(comparison.share_same, ".1%"), f"{comparison.p:.3g}"]
+    return (ROW.format(*cells) + ("" if agrees(run, comparison) else " !")).rstrip()
 
 
 if __name__ == "__main__":
