@@ -179,19 +179,19 @@ async def _ask(arguments: argparse.Namespace, targets: tuple[str, ...], problems
         raw=arguments.raw,
         seed=arguments.seed,
         access=access_from(arguments),
-        on_progress=_progress(name, len(problems)),
+        on_progress=progress(name, len(problems)),
     )
 
 
-def _progress(name: str, total: int) -> Callable[[int, int], None]:
+def progress(name: str, total: int, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
     """On a terminal a line that changes, else a line every few seconds."""
     is_terminal = sys.stderr.isatty()
     every_s = REDRAW_EVERY_S if is_terminal else SHOW_EVERY_S
-    shown_at = time.monotonic()
+    shown_at = clock()
 
     def on_progress(num_ended: int, num_right: int) -> None:
         nonlocal shown_at
-        now = time.monotonic()
+        now = clock()
         if is_terminal and num_ended == total:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         elif now - shown_at >= every_s:

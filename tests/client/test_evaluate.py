@@ -16,6 +16,7 @@ import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client import InvalidRequest, cli
+from fdfo_client.evaluate.cli import progress
 from fdfo_client.evaluate.problems import has_number, is_exact, read_problems
 from fdfo_client.evaluate.run import Result, Run, compare
 from fdfo_client.evaluate.statistics import mcnemar_p, wilson_interval
@@ -267,3 +268,12 @@ def test_reasoning_gym_problems_are_judged_by_their_number(
     assert run(FakeScheduler(says(one="that is 1", two="2 or 3")), *flags) == 0
     assert asked == [{"name": "gsm_symbolic", "size": 2, "seed": 7}]
     assert json.loads(capsys.readouterr().out)["right"] == 1
+
+
+def test_progress_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where stderr is no terminal, a line comes five seconds after the last one, not for each problem."""
+    times = iter([0.0, 1.0, 5.0, 9.9, 10.0])
+    on_progress = progress("a:1", 4, lambda: next(times))
+    for num_ended in range(1, 5):
+        on_progress(num_ended, num_ended // 2)
+    assert capsys.readouterr().err == "a:1: 2 of 4 problems, 1 right\na:1: 4 of 4 problems, 2 right\n"
