@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench bench-quick test test-long chaos soak lint typecheck format protos protos-baseline gpu-check clean
+.PHONY: help venv demo bench bench-quick eval test test-long chaos soak lint typecheck format protos protos-baseline gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -70,6 +70,9 @@ bench: $(STAMP) ## measure everything against its baselines (up to 25 minutes)
 
 bench-quick: $(STAMP) ## most of it with five short runs each (about 3 minutes)
 	@$(BIN)/python -m bench --quick
+
+eval: $(STAMP) ## the shipped modes give the answers of one request at a time (about 2 minutes)
+	@$(BIN)/python -m bench.evaluate
 
 gpu-check: ## torch attention on CUDA against the CPU; needs a GPU
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py

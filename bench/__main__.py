@@ -22,7 +22,7 @@ from bench.markdown import number, page, picture_path
 from bench.pictures import PICTURES
 from bench.services import Services
 from common.logging import configure_logging
-from fdfo_client.bench.cli import output_file
+from fdfo_client._arguments import output_file
 
 
 def main(argv: list[str] | None = None) -> int:

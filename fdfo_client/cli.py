@@ -1,4 +1,4 @@
-"""The command `fdfo`: serve, generate, info, bench, replay, chaos.
+"""The command `fdfo`: serve, generate, info, eval, bench, replay, chaos.
 
 Exit status: 0 done, 1 failed, 2 wrong usage or a refused request, 130 ended by Ctrl-C.
 """
@@ -22,6 +22,7 @@ from fdfo_client._options import GenerateOptions, Message
 from fdfo_client._sync_client import Client
 from fdfo_client._types import Committed, Completion, Finished, ServerInfo, WorkerInfo
 from fdfo_client.bench import cli as bench_cli
+from fdfo_client.evaluate import cli as evaluate_cli
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -31,6 +32,7 @@ examples:
   fdfo serve                                    # the small model that ships, on this machine
   fdfo generate "Count from 3 to 7."
   fdfo info
+  fdfo eval                                     # how many problems with known answers it gets right
   fdfo bench --concurrency 16 --requests 100    # needs the extra: pip install 'fdfo[bench]'
 
 exit status: 0 done, 1 failed, 2 wrong usage or a refused request"""
@@ -64,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return serve.main(arguments)
             case "generate":
                 return generate(arguments)
+            case "eval":
+                return evaluate_cli.evaluate(arguments)
             case "bench":
                 return bench_cli.bench(arguments)
             case "replay":
@@ -115,6 +119,14 @@ def build_parser() -> argparse.ArgumentParser:
             help="show what a scheduler serves and how busy it is",
             description="Show what a scheduler serves and how busy it and its workers are.",
             epilog=INFO_EXAMPLES,
+        )
+    )
+    _add_eval_arguments(
+        commands.add_parser(
+            "eval",
+            help="ask problems with known answers",
+            description="Ask problems with known answers: how many are right, at what cost, whether two runs differ.",
+            epilog=evaluate_cli.EXAMPLES,
         )
     )
     _add_bench_arguments(
@@ -169,6 +181,14 @@ def _add_info_arguments(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     add_access_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each scheduler")
+
+
+def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    add_access_arguments(parser)
+    evaluate_cli.add_eval_arguments(parser)
+    _add_algorithm(parser)
+    _add_temperature(parser)
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,17 +9,17 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import math
 import os
 import random
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.settings import add_flags, settings_from
 from fdfo_client._access import ACCESS_ARGUMENTS, access_from
+from fdfo_client._arguments import above_zero, number, output_file, output_file_or_dash, typed, whole
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client.bench.load import Load
 from fdfo_client.bench.measure import Measurement, World, connect, measure
@@ -42,8 +42,6 @@ from fdfo_client.bench.workload import (
 from fdfo_client.serve import default_model_path
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
-
-T = TypeVar("T")
 
 # Of each extra, packages that tell whether it is installed.
 EXTRA = {"bench": ("jinja2", "matplotlib", "numpy", "rich")}
@@ -110,25 +108,25 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--concurrency",
-        type=_whole(1),
+        type=whole(1),
         metavar="N",
         help=f"closed loop: so many requests at a time, the next sent when one ended ({DEFAULT_CONCURRENCY})",
     )
     how.add_argument(
-        "--rate", type=_above_zero, metavar="R", help="open loop: R requests/s at Poisson times, however many run"
+        "--rate", type=above_zero, metavar="R", help="open loop: R requests/s at Poisson times, however many run"
     )
     add(
         "--requests",
-        type=_whole(1),
+        type=whole(1),
         metavar="N",
         help=f"requests to send (with --duration: no limit; with --dataset: each line once; else {DEFAULT_REQUESTS})",
     )
-    add("--duration", type=_above_zero, metavar="S", help="send for S seconds, then wait for what is under way")
-    add("--warmup", type=_whole(0), default=0, metavar="N", help="requests before, that are not measured (0)")
+    add("--duration", type=above_zero, metavar="S", help="send for S seconds, then wait for what is under way")
+    add("--warmup", type=whole(0), default=0, metavar="N", help="requests before, that are not measured (0)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--prompt-tokens",
-        type=_typed(parse_lengths),
+        type=typed(parse_lengths),
         default=parse_lengths(DEFAULT_LENGTHS),
         metavar="DIST",
         help=f"lengths of prompts of random tokens ({DEFAULT_LENGTHS})",
@@ -141,12 +139,12 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--output-tokens",
-        type=_typed(parse_lengths),
+        type=typed(parse_lengths),
         default=parse_lengths(DEFAULT_LENGTHS),
         metavar="DIST",
         help=f"max_new_tokens where a dataset says nothing; random prompts are answered in full ({DEFAULT_LENGTHS})",
     )
-    add("--seed", type=_whole(0), default=0, metavar="S", help="the same seed sends the same requests (0)")
+    add("--seed", type=whole(0), default=0, metavar="S", help="the same seed sends the same requests (0)")
     _add_output_arguments(parser)
     add("--record", type=output_file, metavar="FILE", help="write what was sent when, for `fdfo replay`")
 
@@ -154,7 +152,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 def add_replay_arguments(parser: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
     """The flags of `fdfo replay`, but for --target, which is one of the group `where`."""
     parser.add_argument("trace", type=Path, metavar="FILE", help="a trace, as `fdfo bench --record` writes it")
-    parser.add_argument("--speed", type=_above_zero, default=1.0, metavar="X", help="send X times faster (1)")
+    parser.add_argument("--speed", type=above_zero, default=1.0, metavar="X", help="send X times faster (1)")
     _add_output_arguments(parser)
     where.add_argument(
         "--virtual-time",
@@ -174,7 +172,7 @@ def _add_virtual_arguments(parser: argparse.ArgumentParser) -> dict[str, str]:
         metavar="DIR",
         help=f"folder of a simulated model ({default_model_path(SIMULATED_MODEL_PATH)})",
     )
-    group.add_argument("--workers", dest="num_workers", type=_whole(1), metavar="N", help="workers (1)")
+    group.add_argument("--workers", dest="num_workers", type=whole(1), metavar="N", help="workers (1)")
     group.add_argument(
         "--network-delay-ms",
         type=_network_delay_ms,
@@ -191,8 +189,8 @@ def _add_virtual_arguments(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--timeout", type=_above_zero, metavar="SECONDS", help="a request fails after so long (never)")
-    add("--json", type=_output_file_or_dash, metavar="FILE", help="write all figures as JSON; - is standard output")
+    add("--timeout", type=above_zero, metavar="SECONDS", help="a request fails after so long (never)")
+    add("--json", type=output_file_or_dash, metavar="FILE", help="write all figures as JSON; - is standard output")
     add("--html", type=output_file, metavar="FILE", help="write a page with figures, their definitions and plots")
 
 
@@ -403,56 +401,8 @@ def _say(line: str) -> None:
     print(f"fdfo: {line}", file=sys.stderr, flush=True)
 
 
-def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` for argparse, which shows the text of its own kind of error only."""
-
-    def convert(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and len(text) < 19) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}, below 10**18")
-        return int(text)
-
-    return convert
-
-
-def _above_zero(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
 def _network_delay_ms(text: str) -> float:
-    value = _number(text)
+    value = number(text)
     if not 0 <= value <= LONGEST_NETWORK_DELAY_MS:
         raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to {LONGEST_NETWORK_DELAY_MS} milliseconds")
     return value
-
-
-def _number(text: str) -> float:
-    """NaN for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def output_file(text: str) -> Path:
-    """A file that can be written: found out now, not after the measurement."""
-    path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that exists")
-    return path
-
-
-def _output_file_or_dash(text: str) -> Path | str:
-    return text if text == "-" else output_file(text)

@@ -152,7 +152,7 @@ def read_dataset(path: Path) -> tuple[list[dict[str, Any]], set[str]]:
     """
     lines: list[dict[str, Any]] = []
     left_out: set[str] = set()
-    for place, fields in _read_jsonl(path):
+    for place, fields in read_jsonl(path):
         options = {name: value for name, value in fields.items() if name in OPTION_NAMES and value is not None}
         left_out |= fields.keys() - set(OPTION_NAMES)
         _check_options(options, place)
@@ -172,7 +172,7 @@ def write_trace(path: Path, items: Iterable[Item]) -> None:
 
 def read_trace(path: Path) -> list[Item]:
     """The items of a trace by time. Raises InvalidRequest naming file, line and field."""
-    lines = _read_jsonl(path)
+    lines = read_jsonl(path)
     place, header = next(lines, (f"{path}, line 1", {}))
     if header != TRACE_HEADER:
         raise InvalidRequest(f"{place}: not a trace of this version; the first line must be {json.dumps(TRACE_HEADER)}")
@@ -208,7 +208,7 @@ def _check_options(options: Mapping[str, Any], place: str) -> None:
         raise InvalidRequest(f"{place}, {error}", error.field) from None
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line's object with its place for error messages; empty lines are passed over."""
     try:
         with path.open("rb") as file:
