@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,21 @@ ROOT = Path(__file__).parents[2]
 MAX_LINES_OF_THE_WAY = 300
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file's syntax tree. Nothing is collected meanwhile: what other tests left may format a traceback as it goes,
+    which parses too, and in Python 3.11 one parse inside another ends both with a SystemError."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text())
+    finally:
+        gc.enable()
+
+
 def definition_lines(path: Path, name: str) -> int:
     """Lines of the function or method `name` ("Class.method") in a file, without docstrings and blank lines."""
     source = path.read_text()
-    body: list[ast.stmt] = ast.parse(source).body
+    body: list[ast.stmt] = parsed(path).body
     for part in name.split("."):
         node = next(node for node in body if getattr(node, "name", None) == part)
         assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
