@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -14,7 +15,10 @@ from common.errors import InvalidField, abort_with
 
 
 class RefuseUndecodable(grpc.aio.ServerInterceptor):
-    """For all methods that take one message."""
+    """For all methods that take one message. What a method needs for it is made once, not for each call."""
+
+    def __init__(self) -> None:
+        self._checked = lru_cache(maxsize=64)(_checked)
 
     async def intercept_service(
         self,
@@ -22,22 +26,27 @@ class RefuseUndecodable(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
-            return handler
-        name = "unary_stream" if handler.response_streaming else "unary_unary"
-        serve = getattr(handler, name)
-        if not inspect.iscoroutinefunction(serve):  # a generator of replies; none of ours is one
-            return handler
+        return handler if handler is None else self._checked(handler)
 
-        def decode(wire: bytes) -> Any:
-            try:
-                return handler.request_deserializer(wire)
-            except DecodeError as error:
-                return error
 
-        async def checked(message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            if isinstance(message, DecodeError):
-                await abort_with(context, InvalidField("request", f"cannot be decoded: {message}"))
-            return await serve(message, context)
+def _checked(handler: Any) -> Any:
+    """The handler of a method, which refuses what is no message of it."""
+    if handler.request_streaming or handler.request_deserializer is None:
+        return handler
+    name = "unary_stream" if handler.response_streaming else "unary_unary"
+    serve = getattr(handler, name)
+    if not inspect.iscoroutinefunction(serve):  # a generator of replies; none of ours is one
+        return handler
 
-        return handler._replace(request_deserializer=decode, **{name: checked})
+    def decode(wire: bytes) -> Any:
+        try:
+            return handler.request_deserializer(wire)
+        except DecodeError as error:
+            return error
+
+    async def checked(message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        if isinstance(message, DecodeError):
+            await abort_with(context, InvalidField("request", f"cannot be decoded: {message}"))
+        return await serve(message, context)
+
+    return handler._replace(request_deserializer=decode, **{name: checked})

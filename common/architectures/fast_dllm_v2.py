@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from common.architectures.base import QWEN_NAMES, Architecture, Backbone, algorithms_from
-from common.architectures.config_keys import MAX_LAYERS, ConfigKeys, check, check_heads
+from common.architectures.base import Architecture, Backbone, algorithms_from
+from common.architectures.config_keys import MAX_LAYERS, ConfigKeys, check
+from common.architectures.qwen import qwen_attention
 
 
 def backbone(raw: Mapping[str, Any]) -> Backbone:
     """Absent keys have the defaults of Qwen2's configuration class."""
     keys = ConfigKeys(raw)
-    keys.only("hidden_act", "silu")
-    keys.only("use_sliding_window", False, None)
     num_layers = keys.integer("num_hidden_layers", most=MAX_LAYERS)
     keys.only("layer_types", None, ["full_attention"] * num_layers, why="only full_attention in every layer is built")
     hidden_size, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    num_kv_heads = keys.integer("num_key_value_heads")
     check(hidden_size % num_heads == 0 or "head_dim" in raw, f"hidden_size {hidden_size} is no multiple of its heads")
-    head_dim = keys.integer("head_dim", hidden_size // num_heads)
-    check_heads(num_heads, num_kv_heads, head_dim, hidden_size)
-    return Backbone(
-        vocab_size=keys.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=keys.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rotary_dim=keys.rotary_dim(head_dim, default_factor=1.0),
-        rope_theta=keys.rope_theta(),
-        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-        tied_head=keys.flag("tie_word_embeddings", False),
-        qkv_bias=True,
-        qk_norm=False,
-        names=QWEN_NAMES,
+    return replace(
+        qwen_attention(keys), intermediate_size=keys.integer("intermediate_size"), qkv_bias=True, qk_norm=False
     )
 
 
