@@ -38,6 +38,7 @@ class GenerateOptions(TypedDict, total=False):
     prompt_ids: the prompt as token ids.
     messages: the prompt as a conversation, rendered with the model's chat template.
     tools: what the model may call in answer to messages, as the chat template expects it; most expect OpenAI's form.
+    chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}.
     max_new_tokens: at most so many tokens, 1 or more. Default: up to the context limit.
     temperature: 0 (the default) takes the most probable token; up to 2.
     top_p: above 0, up to 1; 1 is off.
@@ -62,6 +63,7 @@ class GenerateOptions(TypedDict, total=False):
     prompt_ids: Sequence[int] | None
     messages: Sequence[Message] | None
     tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
     max_new_tokens: int | None
     temperature: float | None
     top_p: float | None
@@ -104,10 +106,13 @@ def build_request(prompt: str | None, options: GenerateOptions) -> tuple[pb.Gene
 
     request = pb.GenerateRequest()
     _set_prompt(request, prompt, options.get("prompt_ids"), options.get("messages"))
+    for name in ("tools", "chat_template_kwargs"):
+        if options.get(name) and request.WhichOneof("prompt") != "messages":
+            raise InvalidRequest(f"{name}: must be given with messages", name)
     if tools := options.get("tools"):
-        if request.WhichOneof("prompt") != "messages":
-            raise InvalidRequest("tools: must be given with messages", "tools")
         _extend_json(request.messages.tools, "tools", tools)
+    if kwargs := options.get("chat_template_kwargs"):
+        request.messages.chat_template_kwargs = _json_object("chat_template_kwargs", kwargs)
     for name in _SAMPLING_FIELDS:
         _set_scalar(request.sampling, name, options.get(name))
     for name in _FIELDS:
@@ -184,6 +189,13 @@ def _extend_json(field: Any, name: str, values: Sequence[Mapping[str, Any]]) -> 
         field.extend([json.dumps(value, ensure_ascii=False) for value in values])
     except (TypeError, ValueError, RecursionError):
         raise _unfit(name, "a list of what JSON can hold", values) from None
+
+
+def _json_object(name: str, value: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(value), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise _unfit(name, "a mapping of names to what JSON can hold", value) from None
 
 
 def _update(field: Any, name: str, values: Mapping[str, float]) -> None:

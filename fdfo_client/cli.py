@@ -16,6 +16,7 @@ from typing import Any
 
 from fdfo_client import serve
 from fdfo_client._access import access_from, add_access_arguments
+from fdfo_client._arguments import json_object, parameter
 from fdfo_client._channel import parse_targets
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client._options import GenerateOptions, Message
@@ -43,6 +44,7 @@ examples:
   fdfo generate --temperature 0.8 --seed 7 "Sort these numbers: 76 73 66"
   fdfo generate --stop 7 --json "Count from 3 to 9."
   fdfo generate --algorithm LowConfidence --param threshold=0.9 "Repeat: Ivy Nina Leo"
+  fdfo generate --chat-template-kwargs '{"enable_thinking": false}' "Name three rivers."
   fdfo generate --raw - < prompt.txt"""
 
 INFO_EXAMPLES = """\
@@ -156,6 +158,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_access_arguments(parser)
     add("--raw", action="store_true", help="the prompt as plain text, without the model's chat template")
     add("--system", metavar="TEXT", help="a system message before the prompt")
+    add("--chat-template-kwargs", type=json_object, metavar="JSON", help="variables for the chat template, an object")
     add("--max-new-tokens", type=int, metavar="N", help="at most so many tokens (up to the context limit)")
     _add_temperature(parser)
     add("--top-p", type=float, metavar="P", help="above 0, up to 1 (1: off)")
@@ -215,7 +218,7 @@ def _add_algorithm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--param",
         action="append",
-        type=_parameter,
+        type=parameter,
         metavar="NAME=VALUE",
         help="parameter of the algorithm, such as threshold=0.9; may be given several times",
     )
@@ -238,19 +241,13 @@ def _targets(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _parameter(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    try:
-        return name, float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=NUMBER") from None
-
-
 def generate(arguments: argparse.Namespace) -> int:
     """`fdfo generate`."""
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    if arguments.raw and arguments.system is not None:
-        raise InvalidRequest("--system: a raw prompt has no messages; leave one of --raw and --system out", "system")
+    for flag in ("system", "chat_template_kwargs"):
+        if arguments.raw and getattr(arguments, flag) is not None:
+            name = f"--{flag.replace('_', '-')}"
+            raise InvalidRequest(f"{name}: a raw prompt has no messages; leave one of --raw and {name} out", flag)
     for flag in ("logprobs", "first_unmask_steps"):
         if getattr(arguments, flag) and not arguments.json:
             raise InvalidRequest(f"--{flag.replace('_', '-')}: only --json prints it; add --json", flag)
@@ -260,6 +257,7 @@ def generate(arguments: argparse.Namespace) -> int:
     messages.append({"role": "user", "content": prompt})
     options: GenerateOptions = {
         "messages": None if arguments.raw else messages,
+        "chat_template_kwargs": arguments.chat_template_kwargs,
         "max_new_tokens": arguments.max_new_tokens,
         "temperature": arguments.temperature,
         "top_p": arguments.top_p,

@@ -24,6 +24,7 @@ from scheduler_svc.tools import JsonObject
 # Published as text even where the tokenizer calls them special, as LLaDA2's does: who reads the answer looks for them.
 TOOL_CALL_MARKS = ("<tool_call>", "</tool_call>")
 _NO_CALLS: Mapping[int, Sequence[JsonObject]] = MappingProxyType({})
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class TextCodec:
@@ -57,6 +58,8 @@ class TextCodec:
             "documents": None,
             "add_generation_prompt": True,
         }
+        # What a client's variables may not stand for.
+        self.reserved_variables = {"messages", "tools", *self._template_variables} - {"documents"}
 
     def encode_text(self, text: str, parse_special_tokens: bool = False) -> list[int]:
         """Ids of the text; what looks like a special token stays text unless `parse_special_tokens`."""
@@ -68,14 +71,15 @@ class TextCodec:
         messages: Sequence[tuple[str, str]],
         tools: Sequence[JsonObject] = (),
         tool_calls: Mapping[int, Sequence[JsonObject]] = _NO_CALLS,
+        kwargs: Mapping[str, Any] = _NO_KWARGS,
     ) -> list[int]:
         """Ids of the chat template over (role, content) pairs, generation prompt included.
 
-        tool_calls: by the index of their message. Equal to reading the rendered string with special tokens on, except
-        that what looks like a special token inside a content, a tool or a call stays text. Raises
-        InvalidField("messages") where the template refuses the messages.
+        tool_calls: by the index of their message. kwargs: variables for the template. Equal to reading the rendered
+        string with special tokens on, except that what looks like a special token inside a content, a tool, a call or
+        a variable stays text. Raises InvalidField("messages") where the template refuses the messages.
         """
-        rendered, text_of_stand_in = self._render(messages, tools, tool_calls)
+        rendered, text_of_stand_in = self._render(messages, tools, tool_calls, kwargs)
         encoding = self._with_specials.encode(rendered, add_special_tokens=False)
         ids: list[int] = []
         start = 0
@@ -91,9 +95,10 @@ class TextCodec:
         messages: Sequence[tuple[str, str]],
         tools: Sequence[JsonObject] = (),
         tool_calls: Mapping[int, Sequence[JsonObject]] = _NO_CALLS,
+        kwargs: Mapping[str, Any] = _NO_KWARGS,
     ) -> str:
         """The prompt as a string, to look at; encode_chat is what tells template and content apart."""
-        return _restore(*self._render(messages, tools, tool_calls))
+        return _restore(*self._render(messages, tools, tool_calls, kwargs))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; none for special tokens and for ids without a token."""
@@ -107,6 +112,7 @@ class TextCodec:
         messages: Sequence[tuple[str, str]],
         tools: Sequence[JsonObject],
         tool_calls: Mapping[int, Sequence[JsonObject]],
+        kwargs: Mapping[str, Any],
     ) -> tuple[str, dict[str, str]]:
         """The rendered prompt with stand-ins for the client's special-token text, and what each stands for.
 
@@ -117,10 +123,6 @@ class TextCodec:
         for name, given in (("tools", tools), ("tool_calls", tool_calls)):
             if given and name not in self._template_source:
                 raise InvalidField("messages", f"this model's chat template knows no {name}")
-        client_json = json.dumps([tools, dict(tool_calls)], ensure_ascii=False)
-        everything = self._template_source + "".join(content for _, content in messages) + client_json
-        taken = set(re.findall("\ue000([0-9]+)", everything))
-        mark = next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
         text_of_stand_in: dict[str, str] = {}
         stand_in_of_text: dict[str, str] = {}
 
@@ -142,12 +144,17 @@ class TextCodec:
             return value
 
         try:
+            client_json = json.dumps([tools, dict(tool_calls), dict(kwargs)], ensure_ascii=False)
+            everything = self._template_source + "".join(content for _, content in messages) + client_json
+            taken = set(re.findall("\ue000([0-9]+)", everything))
+            mark = next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
             turns = [{"role": role, "content": replaced(content)} for role, content in messages]
             for i, calls in tool_calls.items():
                 turns[i]["tool_calls"] = replaced(calls)
-            variables = {**self._template_variables, "tools": replaced(tools) or None}
-            return self._template.render(messages=turns, **variables), text_of_stand_in
-        except Exception as error:  # a template is foreign code and may raise anything
+            ours = {"messages": turns, "tools": replaced(tools) or None}
+            rendered = self._template.render(self._template_variables | replaced(dict(kwargs)) | ours)
+            return rendered, text_of_stand_in
+        except Exception as error:  # a template is foreign code and may raise anything; values may be nested too deep
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidField("messages", f"the model's chat template refuses them: {reason}") from error
 

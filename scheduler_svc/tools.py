@@ -1,4 +1,4 @@
-"""The tools of a conversation and the calls of them: JSON texts, read and checked."""
+"""What a conversation holds as JSON texts, read and checked: tools, calls of them, variables of the template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_tools(texts: Sequence[str], field: str) -> list[JsonObject]:
     """Each text's object. Raises InvalidField naming the text that is none."""
     if len(texts) > MAX_TOOLS:
         raise InvalidField(field, f"must have at most {MAX_TOOLS} entries; it has {len(texts)}")
-    return [_read_object(text, f"{field}[{i}]") for i, text in enumerate(texts)]
+    return [read_object(text, f"{field}[{i}]") for i, text in enumerate(texts)]
 
 
 def read_tool_calls(texts: Sequence[str], field: str) -> list[JsonObject]:
@@ -26,11 +26,12 @@ def read_tool_calls(texts: Sequence[str], field: str) -> list[JsonObject]:
     for i, call in enumerate(calls):
         function = call.get("function", call)
         if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), str):
-            function["arguments"] = _read_object(arguments or "{}", f"{field}[{i}].arguments")
+            function["arguments"] = read_object(arguments or "{}", f"{field}[{i}].arguments")
     return calls
 
 
-def _read_object(text: str, field: str) -> JsonObject:
+def read_object(text: str, field: str) -> JsonObject:
+    """The object. Raises InvalidField for what is none."""
     try:
         value = json.loads(text)
         # A template writes it again: infinities, NaN and halves of surrogate pairs must not come out.

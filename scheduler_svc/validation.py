@@ -15,13 +15,12 @@ from common.errors import InvalidField
 from common.limits import MAX_REQUEST_STOP_TOKEN_IDS
 from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import scheduler_pb2
+from scheduler_svc.conversation import MAX_MESSAGES, count_chars, encode_conversation
 from scheduler_svc.resume import Past, as_begun, check_request, decode, read_past, request_part
 from scheduler_svc.text import TextCodec
-from scheduler_svc.tools import read_tool_calls, read_tools
 
 # Ten times the longest prompts; what is refused for its size is hardly looked at.
 MAX_CLIENT_MESSAGE_BYTES = 4 * 1024 * 1024
-MAX_MESSAGES = 4096
 MAX_ABORTED_IDS = 4096
 MAX_NAMED_UNKNOWN_BYTES = 4096
 MAX_REQUEST_ID_CHARS = 128
@@ -32,7 +31,6 @@ MAX_SAMPLES = 16
 MAX_PRIORITY = 1000
 # Draws are keyed by a signed 64-bit number on the device.
 MAX_SEED = 2**63 - 1
-ROLES = ("system", "user", "assistant", "tool")
 
 # Field to (the value that asks for nothing, why it is refused). None: every value asks for something.
 UNSUPPORTED: Mapping[str, tuple[object, str]] = MappingProxyType(
@@ -336,36 +334,13 @@ def _prompt(request: scheduler_pb2.GenerateRequest, rules: Rules) -> tuple[str, 
                 if token_id == rules.folder.mask_token_id:
                     raise InvalidField(f"prompt_ids.ids[{i}]", f"{token_id} is the mask token, which is reserved")
         case "messages":
-            ids = _encode_chat(request.messages, max_chars, rules)
+            _refuse_too_long("messages", count_chars(request.messages), max_chars, rules)
+            ids = encode_conversation(request.messages, rules.codec)
             if not ids:
                 raise InvalidField("messages", "the model's chat template makes no tokens of them")
             if rules.folder.mask_token_id in ids:
                 raise InvalidField("messages", "the model's chat template puts in the mask token, which is reserved")
     return field, ids
-
-
-def _encode_chat(chat: scheduler_pb2.ChatMessages, max_chars: int, rules: Rules) -> list[int]:
-    if not chat.messages:
-        raise InvalidField("messages", "must not be empty")
-    for i, message in enumerate(chat.messages):
-        if message.role not in ROLES:
-            raise InvalidField(
-                f"messages.messages[{i}].role", f"must be one of {', '.join(ROLES)}, not {message.role!r}"
-            )
-        if message.tool_calls and message.role != "assistant":
-            raise InvalidField(f"messages.messages[{i}].tool_calls", f"belong to the assistant, not to {message.role}")
-    num_chars = len(chat.messages) + sum(map(len, chat.tools))
-    num_chars += sum(len(message.content) + sum(map(len, message.tool_calls)) for message in chat.messages)
-    _refuse_too_long("messages", num_chars, max_chars, rules)
-    return rules.codec.encode_chat(
-        [(message.role, message.content) for message in chat.messages],
-        read_tools(chat.tools, "messages.tools"),
-        {
-            i: read_tool_calls(message.tool_calls, f"messages.messages[{i}].tool_calls")
-            for i, message in enumerate(chat.messages)
-            if message.tool_calls
-        },
-    )
 
 
 def _refuse_too_long(field: str, num_chars: int, max_chars: int, rules: Rules) -> None:

@@ -27,6 +27,7 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
     "prompt_ids": (list,),
     "messages": (list,),
     "tools": (list,),
+    "chat_template_kwargs": (dict,),
     "stop": (str, list),
     "stop_token_ids": (list,),
     "algorithm_params": (dict,),

@@ -159,6 +159,7 @@ HEADER = '{"fdfo_trace": 1}'
         ([HEADER, '{"at_s": 0, "prompt_ids": "12"}'], ["line 2", "prompt_ids", "list"]),
         ([HEADER, '{"at_s": 0, "prompt_ids": [-1]}'], ["line 2", "prompt_ids"]),
         ([HEADER, '{"at_s": 0, "messages": 3}'], ["line 2", "messages", "list"]),
+        ([HEADER, '{"at_s": 0, "messages": [], "chat_template_kwargs": []}'], ["line 2", "chat_template_kwargs"]),
         ([HEADER, '{"at_s": 0, "messages": [{"role": "user"}]}'], ["line 2", "messages[0]"]),
         ([HEADER, '{"at_s": 0, "prompt": "a", "max_new_tokens": "9"}'], ["line 2", "max_new_tokens"]),
         ([HEADER, '{"at_s": 0, "prompt": "a", "algorithm_params": [1]}'], ["line 2", "algorithm_params"]),

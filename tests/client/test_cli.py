@@ -94,14 +94,16 @@ def test_records_without_json_are_wrong_usage(flag: str, capsys: pytest.CaptureF
 
 
 def test_a_prompt_is_one_user_message() -> None:
-    """By default the prompt is a turn of a chat; --system stands before it; --raw sends plain text."""
+    """By default the prompt is a turn of a chat; --system stands before it, and the chat's template takes variables;
+    --raw sends plain text."""
     fake = FakeScheduler()
     run("generate", "Hi", fake=fake)
-    run("generate", "Hi", "--system", "Be brief.", fake=fake)
+    run("generate", "Hi", "--system", "Be brief.", "--chat-template-kwargs", '{"enable_thinking": false}', fake=fake)
     run("generate", "Hi", "--raw", fake=fake)
     user = pb.ChatMessage(role="user", content="Hi")
     assert list(fake.requests[0].messages.messages) == [user]
     assert list(fake.requests[1].messages.messages) == [pb.ChatMessage(role="system", content="Be brief."), user]
+    assert fake.requests[1].messages.chat_template_kwargs == '{"enable_thinking": false}'
     assert fake.requests[2].text == "Hi"
 
 
@@ -197,6 +199,8 @@ def test_no_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "Hi", "--temperature", "hot"], "--temperature"),
         (["generate", "Hi", "--param", "threshold"], "NAME=NUMBER"),
         (["generate", "Hi", "--param", "threshold=high"], "NAME=NUMBER"),
+        (["generate", "Hi", "--chat-template-kwargs", "{"], "JSON object"),
+        (["generate", "Hi", "--chat-template-kwargs", "[1]"], "JSON object"),
         (["generate", "Hi", "--target", "localhost"], "host:port"),
         (["info", "Hi"], "Hi"),
     ],
@@ -207,12 +211,14 @@ def test_wrong_usage(argv: list[str], named: str, capsys: pytest.CaptureFixture[
 
 
 def test_what_the_client_refuses_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    """A number that does not fit the wire, and --raw with --system, give status 2 and the name."""
+    """A number that does not fit the wire, and --raw with what belongs to messages, give status 2 and the name."""
     assert cli.main(["generate", "Hi", "--max-new-tokens", "-1"]) == 2
     assert cli.main(["generate", "Hi", "--raw", "--system", "x"]) == 2
+    assert cli.main(["generate", "Hi", "--raw", "--chat-template-kwargs", "{}"]) == 2
     err = capsys.readouterr().err
     assert "max_new_tokens" in err
     assert "--system" in err
+    assert "--chat-template-kwargs" in err
 
 
 INFO = pb.GetServerInfoResponse(

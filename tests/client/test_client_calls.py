@@ -211,8 +211,8 @@ def test_the_three_kinds_of_prompt() -> None:
     assert fake.requests[3].messages.messages[0] == pb.ChatMessage(role="user", content="Hi")
 
 
-def test_tools_and_calls_travel_as_json() -> None:
-    """Tools and calls are sent as JSON texts, each in its place; a turn with calls needs no content."""
+def test_tools_calls_and_variables_travel_as_json() -> None:
+    """Tools, calls and template variables are JSON texts, each in its place; a turn with calls needs no content."""
     fake = FakeScheduler()
     tool = {"type": "function", "function": {"name": "weather", "description": "in °C"}}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
@@ -224,9 +224,11 @@ def test_tools_and_calls_travel_as_json() -> None:
                 {"role": "tool", "content": "21"},
             ],
             tools=[tool],
+            chat_template_kwargs={"enable_thinking": False, "depth": 2, "tone": "ü"},
         )
     sent = fake.requests[0].messages
     assert [json.loads(text) for text in sent.tools] == [tool]
+    assert json.loads(sent.chat_template_kwargs) == {"enable_thinking": False, "depth": 2, "tone": "ü"}
     assert [(turn.content, [json.loads(text) for text in turn.tool_calls]) for turn in sent.messages] == [
         ("Hi", []),
         ("", [call]),
@@ -249,6 +251,9 @@ def test_tools_and_calls_travel_as_json() -> None:
         (None, {"messages": [{"role": "user", "content": "x"}], "tools": [{"a": {1}}]}, "tools"),
         (None, {"messages": [{"role": "user", "content": "x"}], "tools": 5}, "tools"),
         ("x", {"tools": [{}]}, "tools"),
+        ("x", {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        (None, {"messages": [], "chat_template_kwargs": "a"}, "chat_template_kwargs"),
+        (None, {"messages": [], "chat_template_kwargs": {"a": {1}}}, "chat_template_kwargs"),
         ("x", {"max_new_tokens": -1}, "max_new_tokens"),
         ("x", {"max_new_tokens": 2**32}, "max_new_tokens"),
         ("x", {"temperature": "hot"}, "temperature"),

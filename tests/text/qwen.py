@@ -1,4 +1,4 @@
-"""The tokenizer of SDAR, rebuilt from a package that ships Qwen's tokens in tiktoken's form."""
+"""The tokenizers and templates of SDAR and Fast-dLLM v2; tokens from a package that ships Qwen's in tiktoken's form."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ SDAR_ADDED = (
     *((text, False) for text in ("<tool_response>", "</tool_response>", "<think>", "</think>")),
     ("<|MASK|>", True),
 )
+FAST_DLLM_ADDED = (*SDAR_ADDED[:22], ("|<MASK>|", True))
 
-# In the form of the published one (Qwen3's), without what speaks of thoughts.
-CHATML_TEMPLATE = """
+# In the form of the published one (Qwen3's), without what cuts thoughts out of earlier turns.
+SDAR_TEMPLATE = """
 {%- set system = messages[0].content if messages[0].role == 'system' else '' %}
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -60,8 +61,14 @@ CHATML_TEMPLATE = """
         {{- '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
-{{- '<|im_start|>assistant\\n' if add_generation_prompt }}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is false }}
+{%- endif %}
 """
+# In the form of Qwen2.5's: there is always a system turn, and no word of thoughts.
+FAST_DLLM_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+FAST_DLLM_TEMPLATE = SDAR_TEMPLATE.replace("else ''", f"else '{FAST_DLLM_SYSTEM}'").replace("enable_thinking", "never")
 
 
 @cache
@@ -89,17 +96,18 @@ def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int) -> tuple[bytes
 
 
 @cache
-def sdar_tokenizer() -> Tokenizer:
-    """Exactly the published one."""
+def _merges() -> list[tuple[bytes, bytes]]:
+    ranks = qwen_ranks()
+    return [_last_merge(ranks, token, rank) for token, rank in ranks.items() if len(token) > 1]
+
+
+@cache
+def qwen_tokenizer(added: tuple[tuple[str, bool], ...]) -> Tokenizer:
+    """Exactly the published one, if these are the tokens that it adds."""
     ranks = qwen_ranks()
     written = {token: spell(token) for token in ranks}
-    merges = [_last_merge(ranks, token, rank) for token, rank in ranks.items() if len(token) > 1]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={written[token]: rank for token, rank in ranks.items()},
-            merges=[(written[left], written[right]) for left, right in merges],
-        )
-    )
+    vocabulary = {written[token]: rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(written[left], written[right]) for left, right in _merges()]))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -108,5 +116,5 @@ def sdar_tokenizer() -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in SDAR_ADDED])
+    tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in added])
     return tokenizer

@@ -17,7 +17,16 @@ from common.errors import InvalidField
 from scheduler_svc.text import TextCodec
 from scheduler_svc.tools import MAX_TOOLS, read_tool_calls
 from tests.text.folders import LLADA2_TEMPLATE, llada2_tokenizer, write_folder
-from tests.text.qwen import CHATML_TEMPLATE, QWEN_SPLIT, qwen_ranks, sdar_tokenizer
+from tests.text.qwen import (
+    FAST_DLLM_ADDED,
+    FAST_DLLM_SYSTEM,
+    FAST_DLLM_TEMPLATE,
+    QWEN_SPLIT,
+    SDAR_ADDED,
+    SDAR_TEMPLATE,
+    qwen_ranks,
+    qwen_tokenizer,
+)
 
 Chat = list[tuple[str, str]]
 
@@ -100,6 +109,10 @@ SDAR: dict[str, tuple[Chat, bool, str]] = {
         "<|im_start|>assistant\n",
     ),
 }
+FAST_DLLM = SDAR | {
+    name: (chat, False, f"<|im_start|>system\n{FAST_DLLM_SYSTEM}<|im_end|>\n{SDAR[name][2]}")
+    for name, chat in (("one turn", ONE_TURN), ("several turns", SEVERAL))
+}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +124,13 @@ def llada2(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 @pytest.fixture(scope="module")
 def sdar(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     path = tmp_path_factory.mktemp("sdar")
-    return TextCodec(write_folder(path, tokenizer=sdar_tokenizer(), template=CHATML_TEMPLATE))
+    return TextCodec(write_folder(path, tokenizer=qwen_tokenizer(SDAR_ADDED), template=SDAR_TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def fast_dllm(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    path = tmp_path_factory.mktemp("fast_dllm")
+    return TextCodec(write_folder(path, tokenizer=qwen_tokenizer(FAST_DLLM_ADDED), template=FAST_DLLM_TEMPLATE))
 
 
 def llada2_special_ids(tokenizer: Tokenizer) -> set[int]:
@@ -136,13 +155,50 @@ def test_prompts_in_the_form_of_llada2(llada2: TextCodec, chat: Chat, with_tools
 @pytest.mark.parametrize(("chat", "with_tools", "expected"), SDAR.values(), ids=SDAR.keys())
 def test_prompts_in_the_form_of_sdar(sdar: TextCodec, chat: Chat, with_tools: bool, expected: str) -> None:
     """The prompt is the expected string, and its ids are those of that string read with special tokens."""
-    check_prompt(sdar, sdar_tokenizer(), chat, with_tools, expected)
+    check_prompt(sdar, qwen_tokenizer(SDAR_ADDED), chat, with_tools, expected)
+
+
+@pytest.mark.parametrize(("chat", "with_tools", "expected"), FAST_DLLM.values(), ids=FAST_DLLM.keys())
+def test_prompts_in_the_form_of_fast_dllm(fast_dllm: TextCodec, chat: Chat, with_tools: bool, expected: str) -> None:
+    """As for SDAR, but with a system turn where the client has none."""
+    check_prompt(fast_dllm, qwen_tokenizer(FAST_DLLM_ADDED), chat, with_tools, expected)
+
+
+@pytest.mark.parametrize(("chat", "with_tools", "expected"), SDAR.values(), ids=SDAR.keys())
+def test_thinking_is_turned_off_by_a_variable(sdar: TextCodec, chat: Chat, with_tools: bool, expected: str) -> None:
+    """SDAR's enable_thinking: false puts an empty thought, with the tokens of its marks, before the answer."""
+    given = (chat, [WEATHER] if with_tools else [], {2: CALLS} if with_tools else {})
+    off = {"enable_thinking": False}
+    assert sdar.render_chat(*given, off) == expected + "<think>\n\n</think>\n\n"
+    assert sdar.encode_chat(*given, off) == [*sdar.encode_chat(*given), 151667, 271, 151668, 271]
+    assert sdar.render_chat(*given, {"enable_thinking": True}) == expected
+
+
+def test_templates_render_as_in_transformers(llada2: TextCodec, sdar: TextCodec, fast_dllm: TextCodec) -> None:
+    """transformers' own rendering of these templates gives the same strings, with variables and without."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for codec, template in ((llada2, LLADA2_TEMPLATE), (sdar, SDAR_TEMPLATE), (fast_dllm, FAST_DLLM_TEMPLATE)):
+        for chat, with_tools, _ in SDAR.values():
+            for kwargs in ({}, {"enable_thinking": False}, {"enable_thinking": True, "unknown": [1, "x"]}):
+                turns: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in chat]
+                if with_tools:
+                    turns[2]["tool_calls"] = CALLS
+                (wanted,), _ = render_jinja_template(
+                    [turns],
+                    tools=[WEATHER] if with_tools else None,
+                    chat_template=template,
+                    add_generation_prompt=True,
+                    **kwargs,
+                )
+                given = ([WEATHER], {2: CALLS}) if with_tools else ([], {})
+                assert codec.render_chat(chat, *given, kwargs) == wanted
 
 
 def test_the_ids_of_sdar(sdar: TextCodec) -> None:
     """Mask, stops and marks are at the published ids; a greeting and whole prompts have Qwen's ids."""
     architecture = ARCHITECTURES["SDARForCausalLM"]
-    tokenizer = sdar_tokenizer()
+    tokenizer = qwen_tokenizer(SDAR_ADDED)
     assert tokenizer.get_vocab_size() == architecture.mask_token_id + 1 == 151670
     assert architecture.mask_token_id in [tokenizer.token_to_id(text) for text in architecture.mask_token_texts]
     assert {tokenizer.token_to_id(text) for text in architecture.stop_token_texts} == {151643, 151645}
@@ -150,6 +206,16 @@ def test_the_ids_of_sdar(sdar: TextCodec) -> None:
     assert sdar.encode_text("Hello, world!") == [9707, 11, 1879, 0]
     assert sdar.encode_chat(ONE_TURN) == [151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198]
     assert sdar.encode_chat(SYSTEM)[:3] == [151644, 8948, 198]
+
+
+def test_the_ids_of_fast_dllm(fast_dllm: TextCodec) -> None:
+    """Mask and stop are at the published ids; thoughts have no tokens of their own; the system turn is Qwen's."""
+    architecture = ARCHITECTURES["Fast_dLLM_QwenForCausalLM"]
+    tokenizer = qwen_tokenizer(FAST_DLLM_ADDED)
+    assert tokenizer.token_to_id(architecture.mask_token_texts[0]) == architecture.mask_token_id == 151665
+    assert [tokenizer.token_to_id(text) for text in architecture.stop_token_texts] == [151645]
+    assert fast_dllm.encode_text("<think>") == [13708, 766, 29]
+    assert fast_dllm.encode_chat(ONE_TURN)[:9] == [151644, 8948, 198, 2610, 525, 1207, 16948, 11, 3465]
 
 
 LLADA2_IDS = {
@@ -210,6 +276,19 @@ def test_special_text_in_tools_and_calls_stays_text(llada2: TextCodec) -> None:
     assert specials(ids) == specials(llada2.encode_chat([tuple(turn) for turn in plain[0]], plain[1], {1: plain[2]}))
     assert tokenizer.decode(ids, skip_special_tokens=False) == llada2.render_chat(chat, tools, calls)
     assert llada2.render_chat(chat, tools, calls).count(mark) == 11
+
+
+def test_special_text_in_variables_stays_text(tmp_path: Path) -> None:
+    """A template that writes out a variable, and what is in it, makes no special tokens of it; names are kept."""
+    template = "<role>{{ style.tone }}</role>{{ style | tojson }}{{ messages[0].content }}{{ list[0] }}"
+    codec = TextCodec(write_folder(tmp_path, tokenizer=llada2_tokenizer(), template=template))
+    kwargs = {"style": {"tone": "<|mask|>", "<role>": 1}, "list": ["</role>\ue0000:0\ue001"]}
+    ids = codec.encode_chat(ONE_TURN, kwargs=kwargs)
+    specials = [token_id for token_id in ids if token_id in llada2_special_ids(llada2_tokenizer())]
+    assert [llada2_tokenizer().id_to_token(token_id) for token_id in specials] == ["<role>", "</role>"]
+    text = '<role><|mask|></role>{"tone": "<|mask|>", "<role>": 1}Hi</role>\ue0000:0\ue001'
+    assert codec.render_chat(ONE_TURN, kwargs=kwargs) == text
+    assert llada2_tokenizer().decode(ids, skip_special_tokens=False) == text
 
 
 # Special text whole and cut, what looks like the codec's own stand-in, what JSON escapes, and other text.
@@ -279,13 +358,16 @@ def test_texts_that_are_no_calls_are_refused_by_name(texts: list[str], field: st
     assert "\n" not in str(caught.value)
 
 
-def test_tools_nested_too_deep_are_refused(llada2: TextCodec) -> None:
-    """Nesting that JSON can be read with, but no template can walk, is the client's error."""
+def test_what_is_nested_too_deep_is_refused(llada2: TextCodec) -> None:
+    """Nesting that JSON can be read with, but no template can walk or nobody write again, is the client's error."""
     tool: dict[str, Any] = {}
-    for _ in range(700):
+    for depth in range(1, 1101):
         tool = {"a": tool}
-    with pytest.raises(InvalidField, match="recursion"):
-        llada2.encode_chat(ONE_TURN, [tool])
+        if depth % 550 == 0:
+            with pytest.raises(InvalidField, match="recursion"):
+                llada2.encode_chat(ONE_TURN, [tool])
+            with pytest.raises(InvalidField, match="recursion"):
+                llada2.encode_chat(ONE_TURN, kwargs=tool)
 
 
 def test_tools_are_refused_where_the_template_has_none(tmp_path: Path) -> None:

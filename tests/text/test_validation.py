@@ -78,6 +78,15 @@ def test_a_request_with_tools(tmp_path: Path) -> None:
     assert parse_generate(request, dataclasses.replace(RULES, codec=codec)).prompt_ids == expected
 
 
+def test_a_request_with_template_variables(tmp_path: Path) -> None:
+    """They reach the chat template as JSON has them; those that it does not know have no effect."""
+    template = "{{ messages[0].content }} {{ depth + 1 }} {{ enable_thinking is false }} {{ documents[0].text }}"
+    rules = dataclasses.replace(RULES, codec=TextCodec(write_folder(tmp_path, template=template)))
+    kwargs = '{"depth": 2, "enable_thinking": false, "documents": [{"text": "ü"}], "other": null, "self": 1}'
+    request = api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "user"}], chat_template_kwargs=kwargs))
+    assert parse_generate(request, rules).prompt_ids == list(" 3 True ü".encode())
+
+
 def test_the_least_request() -> None:
     """A prompt alone is greedy, with the server's defaults, and may go on up to the context limit."""
     assert parse_generate(api.GenerateRequest(prompt_ids=ids(5)), RULES) == GenerateSpec(
@@ -181,6 +190,30 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
         api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "user", "tool_calls": ["{}"]}])),
         "messages.messages[0].tool_calls",
         "assistant",
+    ),
+    **{
+        f"template variables {kwargs[:16]}": (
+            api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "user"}], chat_template_kwargs=kwargs)),
+            "messages.chat_template_kwargs",
+            words,
+        )
+        for kwargs, words in (
+            ("{", "is no JSON"),
+            ("[1]", "must be a JSON object"),
+            ('{"a": NaN}', "is no JSON"),
+            ('{"messages": []}', "must not set messages"),
+            ('{"tools": []}', "must not set tools"),
+            ('{"add_generation_prompt": false}', "must not set add_generation_prompt"),
+            ('{"eos_token": "x"}', "must not set eos_token"),
+            ('{"a b": 1}', "has 'a b', which is no name"),
+        )
+    },
+    "template variables far over the context limit": (
+        api.GenerateRequest(
+            messages=api.ChatMessages(messages=[{"role": "user"}], chat_template_kwargs="{}" + " " * 900_000)
+        ),
+        "messages",
+        "context limit",
     ),
     "tools far over the context limit": (
         api.GenerateRequest(messages=api.ChatMessages(messages=[{"role": "user"}], tools=[" " * 900_000 + "{}"])),
