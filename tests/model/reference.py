@@ -17,21 +17,22 @@ def reference_logits(weights: dict[str, Tensor], config: dict[str, Any], ids: li
 
     `weights` by the published tensor names, one tensor per expert; everything is computed in fp32.
     """
-    weights = {name: weight.float() for name, weight in weights.items()}
+    parts = _nested(weights)
     eps = config.get("rms_norm_eps", 1e-5)
-    x = weights["model.word_embeddings.weight"][ids]
+    x = parts["model"]["word_embeddings"]["weight"][ids]
+    turns = _turns(len(ids), config)
     blocks = torch.arange(len(ids)) // block_size
     visible = blocks[None, :] <= blocks[:, None]
     for index in range(config["num_hidden_layers"]):
-        layer = _below(weights, f"model.layers.{index}.")
-        normed = _norm(x, layer["input_layernorm.weight"], eps)
-        x = x + _attention(_below(layer, "attention."), config, normed, visible, eps)
-        normed = _norm(x, layer["post_attention_layernorm.weight"], eps)
-        mlp = _below(layer, "mlp.")
+        layer = parts["model"]["layers"][str(index)]
+        normed = _norm(x, layer["input_layernorm"]["weight"], eps)
+        x = x + _attention(layer["attention"], config, normed, visible, turns, eps)
+        normed = _norm(x, layer["post_attention_layernorm"]["weight"], eps)
         is_dense = index < config.get("first_k_dense_replace", 0)
-        x = x + (_swiglu(mlp, normed) if is_dense else _moe(mlp, config, normed))
-    head = "model.word_embeddings.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
-    return _norm(x, weights["model.norm.weight"], eps) @ weights[head].T
+        x = x + (_swiglu(layer["mlp"], normed) if is_dense else _moe(layer["mlp"], config, normed))
+    head = parts["model"]["word_embeddings"] if config.get("tie_word_embeddings") else parts["lm_head"]
+    logits: Tensor = _norm(x, parts["model"]["norm"]["weight"], eps) @ head["weight"].T
+    return logits
 
 
 def reference_gate(
@@ -49,54 +50,74 @@ def reference_gate(
     return {e: scores[e] / total * scale for e in chosen}
 
 
-def _below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+def _nested(weights: dict[str, Tensor]) -> dict[str, Any]:
+    """As the dots of the names say, in fp32."""
+    nested: dict[str, Any] = {}
+    for name, weight in weights.items():
+        *above, last = name.split(".")
+        place = nested
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = weight.float()
+    return nested
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def _attention(weights: dict[str, Tensor], config: dict[str, Any], x: Tensor, visible: Tensor, eps: float) -> Tensor:
+def _attention(
+    weights: dict[str, Any], config: dict[str, Any], x: Tensor, visible: Tensor, turns: Tensor, eps: float
+) -> Tensor:
     num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-    projected = x @ weights["query_key_value.weight"].T
+    projected = x @ weights["query_key_value"]["weight"].T
     heads = [projected[:, i * head_dim : (i + 1) * head_dim] for i in range(num_heads + 2 * num_kv_heads)]
     outputs = []
     for i in range(num_heads):
         kv_head = i * num_kv_heads // num_heads
         q, k, v = heads[i], heads[num_heads + kv_head], heads[num_heads + num_kv_heads + kv_head]
         if config.get("use_qk_norm", True):
-            q = _norm(q, weights["query_layernorm.weight"], eps)
-            k = _norm(k, weights["key_layernorm.weight"], eps)
-        q, k = _rope(q, config), _rope(k, config)
+            q = _norm(q, weights["query_layernorm"]["weight"], eps)
+            k = _norm(k, weights["key_layernorm"]["weight"], eps)
+        q, k = _rope(q, turns), _rope(k, turns)
         scores = (q @ k.T * head_dim**-0.5).masked_fill(~visible, float("-inf"))
         outputs.append(scores.softmax(-1) @ v)
-    return torch.cat(outputs, dim=-1) @ weights["dense.weight"].T
+    dense: Tensor = weights["dense"]["weight"]
+    return torch.cat(outputs, dim=-1) @ dense.T
 
 
-def _rope(x: Tensor, config: dict[str, Any]) -> Tensor:
-    """Each pair (i, i + rotary_dim / 2) as a complex number, turned by position * theta ** (-2i / rotary_dim)."""
-    rotary_dim = int(x.shape[-1] * config.get("partial_rotary_factor", 0.5))
-    half = rotary_dim // 2
-    frequencies = config.get("rope_theta", 10000.0) ** (-torch.arange(half) * 2 / rotary_dim)
-    angles = torch.arange(len(x))[:, None] * frequencies
-    turned = torch.complex(x[:, :half], x[:, half:rotary_dim]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat((turned.real, turned.imag, x[:, rotary_dim:]), dim=-1)
+def _turns(num_tokens: int, config: dict[str, Any]) -> Tensor:
+    """Complex numbers [n, rotary_dim / 2] of length 1 and angle position * theta ** (-2i / rotary_dim)."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rotary_dim = int(head_dim * config.get("partial_rotary_factor", 0.5))
+    frequencies = config.get("rope_theta", 10000.0) ** (-torch.arange(rotary_dim // 2) * 2 / rotary_dim)
+    angles = torch.arange(num_tokens)[:, None] * frequencies
+    return torch.polar(torch.ones_like(angles), angles)
 
 
-def _swiglu(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    gate = x @ weights["gate_proj.weight"].T
-    return (gate * gate.sigmoid() * (x @ weights["up_proj.weight"].T)) @ weights["down_proj.weight"].T
+def _rope(x: Tensor, turns: Tensor) -> Tensor:
+    """Each pair (i, i + rotary_dim / 2) as a complex number, turned."""
+    half = turns.shape[1]
+    turned = torch.complex(x[:, :half], x[:, half : 2 * half]) * turns
+    return torch.cat((turned.real, turned.imag, x[:, 2 * half :]), dim=-1)
 
 
-def _moe(weights: dict[str, Tensor], config: dict[str, Any], x: Tensor) -> Tensor:
-    scores = (x @ weights["gate.weight"].T).sigmoid()
+def _swiglu(weights: dict[str, Any], x: Tensor) -> Tensor:
+    gate, up, down = (weights[f"{part}_proj"]["weight"].T for part in ("gate", "up", "down"))
+    gated = x @ gate
+    out: Tensor = gated * gated.sigmoid() * (x @ up) @ down
+    return out
+
+
+def _moe(weights: dict[str, Any], config: dict[str, Any], x: Tensor) -> Tensor:
+    scores = (x @ weights["gate"]["weight"].T).sigmoid()
+    bias = weights["gate"]["expert_bias"].tolist()
     expert_weights = torch.zeros_like(scores)
     for token, token_scores in enumerate(scores.tolist()):
         chosen = reference_gate(
             token_scores,
-            weights["gate.expert_bias"].tolist(),
+            bias,
             n_group=config.get("n_group", 8),
             topk_group=config.get("topk_group", 4),
             k=config["num_experts_per_tok"],
@@ -106,7 +127,7 @@ def _moe(weights: dict[str, Tensor], config: dict[str, Any], x: Tensor) -> Tenso
             expert_weights[token, expert] = weight
     out = torch.zeros_like(x)
     for expert in range(config["num_experts"]):
-        out += expert_weights[:, expert, None] * _swiglu(_below(weights, f"experts.{expert}."), x)
+        out += expert_weights[:, expert, None] * _swiglu(weights["experts"][str(expert)], x)
     if config.get("num_shared_experts", 0):
-        out += _swiglu(_below(weights, "shared_experts."), x)
+        out += _swiglu(weights["shared_experts"], x)
     return out
