@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from fdfo_client._errors import FdfoError, Overloaded, RequestExists, ServerUnavailable
+from fdfo_client._errors import DeadlineExceeded, FdfoError, Overloaded, RequestExists, ServerUnavailable
 from fdfo_client._progress import Progress
 
 
@@ -78,6 +78,8 @@ class Attempts:
             return False
         if isinstance(error, RequestExists):
             return self._was_lost  # it may be our own, whose scheduler has not seen yet that the connection is gone
+        if isinstance(error, DeadlineExceeded):
+            return error.part == "connect"
         return isinstance(error, ServerUnavailable | Overloaded)
 
     def _backoff_s(self) -> float:
