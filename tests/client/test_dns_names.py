@@ -45,9 +45,12 @@ def dns_of(addresses: list[str]) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def _resolve_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    patient, soon = (("grpc.dns_min_time_between_resolutions_ms", value) for value in (1_000, 20))
-    monkeypatch.setitem(CHANNEL_OPTIONS, CHANNEL_OPTIONS.index(patient), soon)
+def _resolve_again_soon() -> Iterator[None]:
+    name = "grpc.dns_min_time_between_resolutions_ms"
+    place = CHANNEL_OPTIONS.index((name, 1_000))
+    CHANNEL_OPTIONS[place] = (name, 20)
+    yield
+    CHANNEL_OPTIONS[place] = (name, 1_000)
 
 
 def ask_until(client: Client, *fakes: FakeScheduler) -> None:
