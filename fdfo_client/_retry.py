@@ -20,7 +20,7 @@ class RetryPolicy:
         a full queue is an error at once.
     first_delay_s, max_delay_s: the wait after all targets failed, doubled each time, and its bound. A half of it is
         drawn, so that clients which lost the same scheduler do not come back together.
-    draw, sleep: a number from 0 to 1, and how to wait; for tests.
+    draw, sleep: a number from 0 to 1, and how time passes, in waits and for the parts of a `Timeout`; for tests.
     """
 
     max_retries: int = 8
