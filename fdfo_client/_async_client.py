@@ -67,7 +67,7 @@ class AsyncClient:
         self._api_key = api_key
         check_access(tls, api_key)
         self._was_answered = False
-        self._pauses: set[asyncio.Future[object]] = set()
+        self._sleeps: set[asyncio.Future[object]] = set()
         self._turn = random.randrange(len(self._targets))  # so that many small clients do not all begin with the first
         self._endpoints: list[Connection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -158,8 +158,8 @@ class AsyncClient:
     async def close(self) -> None:
         """End what is running and close the connections. May be called twice."""
         self._closed = True
-        for pause in self._pauses:
-            pause.cancel()
+        for sleep in tuple(self._sleeps):
+            sleep.cancel()
         endpoints, self._endpoints = self._endpoints, []
         for endpoint in endpoints:
             await endpoint.close()
@@ -176,7 +176,7 @@ class AsyncClient:
         deadline = None if timeout.total is None else time.monotonic() + timeout.total
         endpoints = self._in_turn()
         progress, attempts = Progress(request), Attempts(self._retry, len(endpoints), deadline)
-        with Watch(timeout, self._retry.sleep) as watch:
+        with Watch(timeout, self._sleep) as watch:
             for endpoint in itertools.cycle(endpoints):
                 remaining = None if deadline is None else max(deadline - time.monotonic(), 0.001)
                 call = endpoint.stub.Generate(progress.next_request(), timeout=remaining)
@@ -206,15 +206,20 @@ class AsyncClient:
 
     async def _pause(self, delay_s: float) -> None:
         """Wait, or until the client is closed."""
-        pause = asyncio.ensure_future(self._retry.sleep(delay_s))
-        self._pauses.add(pause)
+        pause = self._sleep(delay_s)
         try:
             await asyncio.wait({pause})
         finally:
-            self._pauses.discard(pause)
             pause.cancel()
         if self._closed:
             raise RequestFailed("the client was closed during the call", "CANCELLED")
+
+    def _sleep(self, seconds: float) -> asyncio.Future[object]:
+        """Done after so long, or cancelled when the client is closed."""
+        sleep = asyncio.ensure_future(self._retry.sleep(seconds))
+        self._sleeps.add(sleep)
+        sleep.add_done_callback(self._sleeps.discard)
+        return sleep
 
     async def _abort_at(self, endpoint: Connection, request_id: str, timeout: float | None) -> bool:
         with self._typed_errors(endpoint):

@@ -54,7 +54,7 @@ class Attempts:
         """
         if not self._may_go_on(error, progress):
             raise error
-        self._was_lost |= isinstance(error, ServerUnavailable)
+        self._was_lost |= isinstance(error, ServerUnavailable | DeadlineExceeded)
         if progress.num_news > self._num_news:
             self._num_news, self._failed_turns, self._failed_in_turn, self._hint_s = progress.num_news, 0, 0, None
         if isinstance(error, Overloaded) and error.retry_after_s is not None:

@@ -61,9 +61,10 @@ def _check(name: str, seconds: object) -> None:
 
 
 class Watch:
-    """Ends the waits of one request when a part of its Timeout runs out. `sleep` is how time passes."""
+    """Ends the waits of one request when a part of its Timeout runs out. `sleep` makes what is done after some seconds,
+    or is cancelled when nobody waits any more."""
 
-    def __init__(self, timeout: Timeout, sleep: Callable[[float], Awaitable[object]]) -> None:
+    def __init__(self, timeout: Timeout, sleep: Callable[[float], asyncio.Future[object]]) -> None:
         self._timeout = timeout
         self._sleep = sleep
         self._timers: dict[TimeoutPart, asyncio.Future[object]] = {}
@@ -98,12 +99,15 @@ class Watch:
         try:
             either: set[asyncio.Future[Any]] = {task, *self._timers.values()}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            part = next(part for part, timer in self._timers.items() if timer.done())
+            for part, timer in self._timers.items():
+                if timer.done() and not (timer.cancelled() or task.done()):
+                    raise self._ran_out(part)
+            return await task
         finally:
             task.cancel()
-        raise DeadlineExceeded(
+
+    def _ran_out(self, part: TimeoutPart) -> DeadlineExceeded:
+        return DeadlineExceeded(
             f"timeout.{part}: {_MEANINGS[part]} within {getattr(self._timeout, part):g} s; give a longer one, or look "
             "with `fdfo info` at how busy the scheduler is",
             part,
@@ -112,7 +116,7 @@ class Watch:
     def _start(self, part: TimeoutPart) -> None:
         seconds: float | None = getattr(self._timeout, part)
         if seconds is not None:
-            self._timers[part] = asyncio.ensure_future(self._sleep(seconds))
+            self._timers[part] = self._sleep(seconds)
 
     def _stop(self, *parts: TimeoutPart) -> None:
         for part in parts:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from fdfo_client import (
     AsyncClient,
+    Client,
     Committed,
     DeadlineExceeded,
     Finished,
     InvalidRequest,
+    RequestFailed,
     RetryPolicy,
     Started,
     Timeout,
@@ -173,6 +177,28 @@ def test_a_caller_that_takes_its_time() -> None:
 
     with serving(FakeScheduler(["a", "b", "c"])) as target:
         asyncio.run(run(target))
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_closing_the_client_waits_for_no_part(is_waiting: bool) -> None:
+    """A stream that is open when its client is closed, in a wait or not, keeps neither from ending."""
+    fake = FakeScheduler(faults=[stall(1)])
+    with serving(fake) as target, ThreadPoolExecutor(1) as pool:
+        client = Client(target)
+        events = client.stream("x", timeout=Timeout(first_token=600, between_blocks=600))
+        assert isinstance(next(events), Started)
+        if is_waiting:
+            assert isinstance(next(events), Committed)
+            waiting = pool.submit(next, events)
+            fake.held.get(timeout=10)
+        closing = threading.Thread(target=client.close)
+        closing.start()
+        closing.join(timeout=10)
+        assert not closing.is_alive()
+        if is_waiting:
+            with pytest.raises(RequestFailed, match="closed"):
+                waiting.result(timeout=10)
+        events.close()
 
 
 @pytest.fixture
