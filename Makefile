@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench bench-quick eval test test-long chaos soak lint typecheck format protos protos-baseline gpu-check clean
+.PHONY: help venv demo bench bench-quick eval test test-long chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -60,6 +60,9 @@ format: $(STAMP) ## put the code into its form, mend what ruff can mend
 
 protos: $(STAMP) ## regenerate the stubs in fdfo/ with the pinned tools
 	$(BIN)/python tools/generate_stubs.py
+
+sync-client: $(STAMP) ## make the blocking client anew from the async one
+	$(BIN)/python tools/generate_sync_client.py
 
 protos-baseline: $(STAMP) ## at a release: take today's protos as what must not break
 	$(BIN)/buf build --exclude-source-info --output protos/baseline.binpb

@@ -24,6 +24,7 @@ from fdfo_client._errors import (
 from fdfo_client._options import GenerateOptions, Message
 from fdfo_client._retry import RetryPolicy
 from fdfo_client._sync_client import Client
+from fdfo_client._timeout import Timeout
 from fdfo_client._types import (
     Committed,
     Completion,
@@ -58,6 +59,7 @@ __all__ = [
     "ServerInfo",
     "ServerUnavailable",
     "Started",
+    "Timeout",
     "Tls",
     "Unauthenticated",
     "UnexpectedServer",

@@ -1,4 +1,4 @@
-"""The client. The blocking one is derived from it, see `_sync_client.py`."""
+"""The client. The blocking one is made from it: run `make sync-client` after a change of its methods."""
 
 # ruff: noqa: ASYNC109 (a timeout here is a deadline that the server is told, so that it stops work too)
 
@@ -32,13 +32,14 @@ from fdfo_client._errors import (
 from fdfo_client._options import GenerateOptions, build_request
 from fdfo_client._progress import Progress
 from fdfo_client._retry import DEFAULT_RETRY, Attempts, RetryPolicy
+from fdfo_client._timeout import Timeout, Watch
 from fdfo_client._types import Committed, Completion, Event, Finished, ServerInfo, Started, server_info_from_proto
 
 _POLL_S = 0.1
 
 
 class AsyncClient:
-    """Talks to one or several schedulers from asyncio code. Use it within one event loop.
+    """Talks to one or several schedulers from asyncio code. Use it in one event loop.
 
     target: "host:port", several of them as a list or with commas, or a gRPC name such as "dns:///schedulers:50051".
         Of a list, requests go to each in turn, past those that do not answer. A name with several addresses is
@@ -60,22 +61,27 @@ class AsyncClient:
         tls: Tls | None = None,
         api_key: str | Path | None = None,
     ) -> None:
-        self.targets = parse_targets(target)
+        self._targets = parse_targets(target)
         self._retry = retry
         self._tls = tls
         self._api_key = api_key
         check_access(tls, api_key)
         self._was_answered = False
-        self._pauses: set[asyncio.Future[object]] = set()
-        self._turn = random.randrange(len(self.targets))  # so that many small clients do not all begin with the first
+        self._sleeps: set[asyncio.Future[object]] = set()
+        self._turn = random.randrange(len(self._targets))  # so that many small clients do not all begin with the first
         self._endpoints: list[Connection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The schedulers, as they were named."""
+        return self._targets
+
     async def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole answer to `prompt` (plain text), `prompt_ids=` or `messages=`; exactly one of them.
 
-        See `GenerateOptions` for the rest. Cancelling aborts the request.
+        See `GenerateOptions` for the rest. A cancelled task, or an exception such as Ctrl-C, aborts the request.
         """
         events = self.stream(prompt, **options)
         started: Started | None = None
@@ -99,7 +105,7 @@ class AsyncClient:
         """The same, event by event: one `Started`, a `Committed` per group of done blocks, one `Finished` a sample.
 
         When a scheduler is lost in between, another one goes on: each token comes once (`Finished.resumes`).
-        Leaving the loop early aborts the request, at the latest when the generator is closed (`aclose`).
+        Leaving the loop early aborts the request; of an async generator, when it is closed (`contextlib.aclosing`).
         """
         request, timeout = build_request(prompt, options)
         return self._events(request, timeout)
@@ -152,8 +158,8 @@ class AsyncClient:
     async def close(self) -> None:
         """End what is running and close the connections. May be called twice."""
         self._closed = True
-        for pause in self._pauses:
-            pause.cancel()
+        for sleep in tuple(self._sleeps):
+            sleep.cancel()
         endpoints, self._endpoints = self._endpoints, []
         for endpoint in endpoints:
             await endpoint.close()
@@ -166,46 +172,54 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _events(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncGenerator[Event, None]:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    async def _events(self, request: pb.GenerateRequest, timeout: Timeout) -> AsyncGenerator[Event, None]:
+        deadline = None if timeout.total is None else time.monotonic() + timeout.total
         endpoints = self._in_turn()
         progress, attempts = Progress(request), Attempts(self._retry, len(endpoints), deadline)
-        for endpoint in itertools.cycle(endpoints):
-            remaining = None if deadline is None else max(deadline - time.monotonic(), 0.001)
-            call = endpoint.stub.Generate(progress.next_request(), timeout=remaining)
-            try:
-                with self._typed_errors(endpoint):
-                    async for response in call:
-                        self._was_answered = True
-                        event = progress.take(response, endpoint.target)
-                        if event is not None:
-                            yield event
-                if not progress.is_complete:
-                    raise UnexpectedServer(f"{endpoint.target} ended the stream before Finished")
-                return
-            except UnexpectedServer:
-                raise
-            except FdfoError as error:
-                if progress.is_complete:  # the end of the call was lost, but nothing of the answer
+        with Watch(timeout, self._sleep) as watch:
+            for endpoint in itertools.cycle(endpoints):
+                remaining = None if deadline is None else max(deadline - time.monotonic(), 0.001)
+                call = endpoint.stub.Generate(progress.next_request(), timeout=remaining)
+                try:
+                    with self._typed_errors(endpoint):
+                        await watch.connect(call)
+                        while (response := await watch.wait(call.read())) is not grpc.aio.EOF:
+                            self._was_answered = True
+                            event = progress.take(response, endpoint.target)
+                            if event is not None:
+                                yield event
+                                watch.took(event)
+                    if not progress.is_complete:
+                        raise UnexpectedServer(f"{endpoint.target} ended the stream before Finished")
                     return
-                if isinstance(error, DeadlineExceeded):
-                    error.usage = tuple(usage for _, usage in sorted(progress.usage.items()))
-                delay_s = attempts.delay_s(error, progress, may_wait=self._was_answered)
-            finally:
-                call.cancel()  # nothing, once the call has ended
-            await self._pause(delay_s)
+                except UnexpectedServer:
+                    raise
+                except FdfoError as error:
+                    if progress.is_complete:  # the end of the call was lost, but nothing of the answer
+                        return
+                    if isinstance(error, DeadlineExceeded):
+                        error.usage = tuple(usage for _, usage in sorted(progress.usage.items()))
+                    delay_s = attempts.delay_s(error, progress, may_wait=self._was_answered)
+                finally:
+                    call.cancel()  # nothing, once the call has ended
+                await watch.wait(self._pause(delay_s))
 
     async def _pause(self, delay_s: float) -> None:
         """Wait, or until the client is closed."""
-        pause = asyncio.ensure_future(self._retry.sleep(delay_s))
-        self._pauses.add(pause)
+        pause = self._sleep(delay_s)
         try:
             await asyncio.wait({pause})
         finally:
-            self._pauses.discard(pause)
             pause.cancel()
         if self._closed:
             raise RequestFailed("the client was closed during the call", "CANCELLED")
+
+    def _sleep(self, seconds: float) -> asyncio.Future[object]:
+        """Done after so long, or cancelled when the client is closed."""
+        sleep = asyncio.ensure_future(self._retry.sleep(seconds))
+        self._sleeps.add(sleep)
+        sleep.add_done_callback(self._sleeps.discard)
+        return sleep
 
     async def _abort_at(self, endpoint: Connection, request_id: str, timeout: float | None) -> bool:
         with self._typed_errors(endpoint):

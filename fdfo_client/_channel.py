@@ -29,6 +29,8 @@ CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # When a connection is lost its name is resolved again: there may be new schedulers. gRPC would wait 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # A scheduler that was restarted is found again within seconds, not minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 1_000),

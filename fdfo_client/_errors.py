@@ -5,7 +5,7 @@ FdfoError
     RequestExists       the request id is in use
     Overloaded          the scheduler's queue is full
     ServerUnavailable   no scheduler answers, or it went away
-    DeadlineExceeded    the timeout passed
+    DeadlineExceeded    the timeout passed; `part` says which part of it
     Unauthenticated     the scheduler asks for an API key that it knows
     UnexpectedServer    something answers, but it does not speak this protocol
     RequestFailed       any other failure; `code` says which
@@ -14,7 +14,7 @@ FdfoError
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import grpc
 import grpc.aio
@@ -23,6 +23,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 if TYPE_CHECKING:
     from fdfo_client._types import Usage
+
+# The fields of Timeout.
+TimeoutPart: TypeAlias = Literal["connect", "first_token", "between_blocks", "total"]
 
 # The metadata key of google.rpc.Status, fixed by gRPC's error model.
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -60,12 +63,18 @@ class ServerUnavailable(FdfoError):
 
 
 class DeadlineExceeded(FdfoError):
-    """The timeout passed before the answer was complete. The request was aborted.
+    """A part of the timeout ran out before the answer was complete. The request was aborted.
 
-    `usage`: of each sample that had not finished, in order, what it had cost; empty when the scheduler did not tell.
+    `part` is the field of `Timeout` that ran out.
+    `usage`: of each sample that had not finished, in order, what it had cost; empty when the scheduler did not tell,
+    as it does only of the total.
     """
 
     usage: tuple[Usage, ...] = ()
+
+    def __init__(self, message: str, part: TimeoutPart = "total") -> None:
+        super().__init__(message)
+        self.part = part
 
 
 class Unauthenticated(FdfoError):

@@ -14,9 +14,8 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client._errors import InvalidRequest
+from fdfo_client._timeout import Timeout, timeout_of
 
-# gRPC counts nanoseconds in 64 bits; what does not fit it takes for a deadline that has passed.
-MAX_TIMEOUT_S = 365 * 24 * 3600
 MAX_SHOWN_CHARS = 80
 
 
@@ -57,7 +56,7 @@ class GenerateOptions(TypedDict, total=False):
     first_unmask_steps: give the step of its block, from 0, that first unmasked each token's position.
     request_id: unique among live requests. Default: the server draws one.
     parse_special_tokens: special tokens in a text prompt are read as such; else they are plain text.
-    timeout: seconds until the answer must be complete. Default: none.
+    timeout: seconds until the answer must be complete, or a `Timeout` of several parts. Default: none.
     """
 
     prompt_ids: Sequence[int] | None
@@ -81,7 +80,7 @@ class GenerateOptions(TypedDict, total=False):
     first_unmask_steps: bool
     request_id: str | None
     parse_special_tokens: bool
-    timeout: float | None
+    timeout: float | Timeout | None
 
 
 _FIELDS = (
@@ -98,8 +97,8 @@ _FIELDS = (
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
-def build_request(prompt: str | None, options: GenerateOptions) -> tuple[pb.GenerateRequest, float | None]:
-    """The request and its timeout in seconds. Raises InvalidRequest, or TypeError for an option that does not exist."""
+def build_request(prompt: str | None, options: GenerateOptions) -> tuple[pb.GenerateRequest, Timeout]:
+    """The request and its timeout. Raises InvalidRequest, or TypeError for an option that does not exist."""
     unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
     if unknown:
         raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(GenerateOptions.__annotations__)}")
@@ -122,14 +121,7 @@ def build_request(prompt: str | None, options: GenerateOptions) -> tuple[pb.Gene
     _extend(request.stop_token_ids, "stop_token_ids", options.get("stop_token_ids") or ())
     _update(request.algorithm_params, "algorithm_params", options.get("algorithm_params") or {})
 
-    timeout = options.get("timeout")
-    if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout <= MAX_TIMEOUT_S):
-        raise InvalidRequest(
-            f"timeout: must be a number of seconds above 0 and up to {MAX_TIMEOUT_S} (a year), not {_shown(timeout)}; "
-            "leave it out for none",
-            "timeout",
-        )
-    return request, timeout
+    return request, timeout_of(options.get("timeout"))
 
 
 def _set_prompt(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from fdfo_client._errors import FdfoError, Overloaded, RequestExists, ServerUnavailable
+from fdfo_client._errors import DeadlineExceeded, FdfoError, Overloaded, RequestExists, ServerUnavailable
 from fdfo_client._progress import Progress
 
 
@@ -20,7 +20,7 @@ class RetryPolicy:
         a full queue is an error at once.
     first_delay_s, max_delay_s: the wait after all targets failed, doubled each time, and its bound. A half of it is
         drawn, so that clients which lost the same scheduler do not come back together.
-    draw, sleep: a number from 0 to 1, and how to wait; for tests.
+    draw, sleep: a number from 0 to 1, and how time passes, in waits and for the parts of a `Timeout`; for tests.
     """
 
     max_retries: int = 8
@@ -54,7 +54,7 @@ class Attempts:
         """
         if not self._may_go_on(error, progress):
             raise error
-        self._was_lost |= isinstance(error, ServerUnavailable)
+        self._was_lost |= isinstance(error, ServerUnavailable | DeadlineExceeded)
         if progress.num_news > self._num_news:
             self._num_news, self._failed_turns, self._failed_in_turn, self._hint_s = progress.num_news, 0, 0, None
         if isinstance(error, Overloaded) and error.retry_after_s is not None:
@@ -78,6 +78,8 @@ class Attempts:
             return False
         if isinstance(error, RequestExists):
             return self._was_lost  # it may be our own, whose scheduler has not seen yet that the connection is gone
+        if isinstance(error, DeadlineExceeded):
+            return error.part == "connect"
         return isinstance(error, ServerUnavailable | Overloaded)
 
     def _backoff_s(self) -> float:

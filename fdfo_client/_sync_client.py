@@ -1,29 +1,32 @@
-"""The blocking client: an AsyncClient on an event loop in a thread of its own."""
+"""The blocking client. Made by tools/generate_sync_client.py from `_async_client.py`: `make sync-client`."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
-import weakref
-from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Unpack
 
 from fdfo_client._async_client import AsyncClient
+from fdfo_client._blocking import Blocking
 from fdfo_client._channel import Tls
 from fdfo_client._options import GenerateOptions
 from fdfo_client._retry import DEFAULT_RETRY, RetryPolicy
 from fdfo_client._types import Completion, Event, ServerInfo
 
-T = TypeVar("T")
 
+class Client(Blocking):
+    """Talks to one or several schedulers. Any number of threads may use it at once. Close it when done, or use `with`.
 
-class Client:
-    """Talks to one or several schedulers. Any number of threads may use it at once. See `AsyncClient`.
+    target: "host:port", several of them as a list or with commas, or a gRPC name such as "dns:///schedulers:50051".
+        Of a list, requests go to each in turn, past those that do not answer. A name with several addresses is
+        balanced by gRPC itself; `abort` then reaches only one of them, so give a list where you need it.
+    retry: how long to go on when a scheduler is lost or full.
 
-    Close it, or use it as a context manager; one that is forgotten is closed with the process.
+    tls: connect with TLS, see `Tls`; None is plaintext.
+    api_key: the key that schedulers may ask for, or the path of a file that holds it.
+
+    Nothing is connected before the first call. All methods raise the errors of `FdfoError`. A client that no scheduler
+    has ever answered does not wait for one: its target may be wrong (`wait_ready` waits).
     """
 
     def __init__(
@@ -34,87 +37,39 @@ class Client:
         tls: Tls | None = None,
         api_key: str | Path | None = None,
     ) -> None:
-        self._client = AsyncClient(target, retry=retry, tls=tls, api_key=api_key)
-        self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self._loop.run_forever, name="fdfo-client", daemon=True)
-        thread.start()
-        self._close = weakref.finalize(self, _close, self._client, self._loop, thread)
+        super().__init__(AsyncClient(target, retry=retry, tls=tls, api_key=api_key))
 
     @property
     def targets(self) -> tuple[str, ...]:
+        """The schedulers, as they were named."""
         return self._client.targets
 
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
-        """See `AsyncClient.generate`. An exception in the waiting thread, such as Ctrl-C, aborts the request."""
+        """The whole answer to `prompt` (plain text), `prompt_ids=` or `messages=`; exactly one of them.
+
+        See `GenerateOptions` for the rest. A cancelled task, or an exception such as Ctrl-C, aborts the request.
+        """
         return self._run(self._client.generate(prompt, **options))
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generator[Event, None, None]:
-        """See `AsyncClient.stream`. Leaving the loop early aborts the request."""
+        """The same, event by event: one `Started`, a `Committed` per group of done blocks, one `Finished` a sample.
+
+        When a scheduler is lost in between, another one goes on: each token comes once (`Finished.resumes`).
+        Leaving the loop early aborts the request; of an async generator, when it is closed (`contextlib.aclosing`).
+        """
         return self._iterate(self._client.stream(prompt, **options))
 
     def abort(self, request_id: str, *, timeout: float | None = 10.0) -> bool:
-        """See `AsyncClient.abort`."""
+        """End a request, of this client or another; its stream finishes with reason "abort".
+
+        Returns whether it was live. All targets are asked, as a request may be at any.
+        """
         return self._run(self._client.abort(request_id, timeout=timeout))
 
     def server_info(self, *, timeout: float | None = 10.0) -> ServerInfo:
-        """See `AsyncClient.server_info`."""
+        """What the server runs and how busy it is; of several targets, the first that answers."""
         return self._run(self._client.server_info(timeout=timeout))
 
     def wait_ready(self, timeout: float = 60.0) -> ServerInfo:
-        """See `AsyncClient.wait_ready`."""
+        """Wait until a scheduler answers and has a ready worker. Raises ServerUnavailable after `timeout` seconds."""
         return self._run(self._client.wait_ready(timeout))
-
-    def close(self) -> None:
-        """End what is running and close the connections. May be called twice."""
-        self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if not self._close.alive:
-            work.close()
-            raise RuntimeError("this client is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # the wait was interrupted: do not leave the call running. Nothing, when it ended itself
-            raise
-
-    def _iterate(self, events: AsyncGenerator[Event, None]) -> Generator[Event, None, None]:
-        try:
-            while (event := self._run(_next_or_none(events))) is not None:
-                yield event
-        finally:
-            # Without waiting: a generator may be closed by the garbage collector, in the loop's own thread.
-            if self._close.alive:
-                asyncio.run_coroutine_threadsafe(_aclose(events), self._loop)
-
-
-async def _next_or_none(events: AsyncGenerator[Event, None]) -> Event | None:
-    return await anext(events, None)
-
-
-async def _aclose(events: AsyncGenerator[Event, None]) -> None:
-    with contextlib.suppress(RuntimeError):  # it runs still, because it is just being cancelled: it closes itself
-        await events.aclose()
-
-
-def _close(client: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    async def finish() -> None:
-        await client.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        # What was running fails with "the client was closed"; its threads must hear of it before the loop stops.
-        await asyncio.gather(*others, return_exceptions=True)
-        loop.stop()
-
-    asyncio.run_coroutine_threadsafe(finish(), loop)
-    if thread is not threading.current_thread():  # as when the garbage collector closes it there
-        thread.join()
-        loop.close()

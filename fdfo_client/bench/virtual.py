@@ -232,8 +232,8 @@ def _first(error: Exception) -> Exception:
 async def _stream(scheduler: Scheduler, options: dict[str, Any]) -> AsyncIterator[Event]:
     """`AsyncClient.stream` without a server between. Raises ServiceError where that has errors of its own."""
     rest: Any = {name: value for name, value in options.items() if name != "prompt"}
-    message, timeout_s = build_request(options.get("prompt"), rest)
-    deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    message, timeout = build_request(options.get("prompt"), rest)
+    deadline = None if timeout.total is None else asyncio.get_running_loop().time() + timeout.total
     live = await scheduler.submit(message)
     responses = live.read()
     try:

@@ -13,7 +13,7 @@ import pytest
 from bench import evaluate
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client.evaluate.run import Result, Run, compare
-from tests.client.fake_scheduler import FakeScheduler, Step, committed, finished, serving, started
+from fdfo_client.testing import FakeScheduler, Step, committed, finished, serving, started
 
 
 def a_run(num_right: int, *, num_other_words: int = 0, num_failed: int = 0) -> Run:

@@ -18,7 +18,7 @@ import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client import cli
-from tests.client.fake_scheduler import HOLD, FakeScheduler, Step, committed, failure, finished, serving, started
+from fdfo_client.testing import HOLD, FakeScheduler, Step, committed, failure, finished, serving, started
 
 
 def info(**counters: float) -> pb.GetServerInfoResponse:
@@ -58,7 +58,7 @@ def every_second_fails(request: pb.GenerateRequest) -> list[Step]:
 def fake(
     script: Callable[[pb.GenerateRequest], Sequence[Step]] = blocks, *infos: pb.GetServerInfoResponse
 ) -> FakeScheduler:
-    return FakeScheduler(script, infos or [info()])
+    return FakeScheduler(script, infos=infos or [info()])
 
 
 def run(scheduler: FakeScheduler, *argv: str) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client import cli
-from tests.client.fake_scheduler import FakeScheduler, Step, committed, failure, finished, serving, started
+from fdfo_client.testing import FakeScheduler, Step, committed, failure, finished, serving, started
 
 
 def run(*argv: str, fake: FakeScheduler | None = None) -> int:
@@ -57,7 +57,7 @@ def test_generate_json(capsys: pytest.CaptureFixture[str]) -> None:
     completion = json.loads(out)
     assert completion["text"] == "Hello world"
     assert completion["seed"] == 5
-    assert completion["usage"]["forwards"] == 5
+    assert completion["usage"]["forwards"] == 2
 
 
 def test_generate_prints_every_sample(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,7 +259,7 @@ def test_info_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_info_of_a_fresh_server(capsys: pytest.CaptureFixture[str]) -> None:
     """Before the first forward, and without workers, nothing is divided by zero."""
-    assert run("info") == 0
+    assert run("info", fake=FakeScheduler(infos=[pb.GetServerInfoResponse()])) == 0
     assert "none known" in capsys.readouterr().out
 
 

@@ -27,15 +27,15 @@ from fdfo_client import (
     UnexpectedServer,
     Usage,
 )
-from tests.client.fake_scheduler import (
+from fdfo_client.testing import (
     HOLD,
     FakeScheduler,
     Step,
     answer,
     committed,
     finished,
-    holding,
     serving,
+    stall,
     started,
 )
 
@@ -306,7 +306,7 @@ def test_an_option_that_does_not_exist() -> None:
 
 def test_abort_ends_the_stream_with_reason_abort() -> None:
     """An abort from another thread ends the stream with Finished; an id that is not live gives False."""
-    fake = FakeScheduler(holding)
+    fake = FakeScheduler(faults=[stall(after_blocks=1)])
     with client_of(fake) as client, ThreadPoolExecutor(1) as pool:
         running = pool.submit(client.generate, "x", request_id="mine")
         fake.held.get(timeout=10)
@@ -317,7 +317,7 @@ def test_abort_ends_the_stream_with_reason_abort() -> None:
 
 def test_abort_reaches_every_target_of_a_list() -> None:
     """The request is found whichever scheduler has it; a target that is down is told when none had it."""
-    fakes = [FakeScheduler(holding), FakeScheduler(holding)]
+    fakes = [FakeScheduler(faults=[stall(after_blocks=1)]), FakeScheduler(faults=[stall(after_blocks=1)])]
     with (
         serving(fakes[0]) as one,
         serving(fakes[1]) as two,
@@ -335,7 +335,7 @@ def test_abort_reaches_every_target_of_a_list() -> None:
 
 def test_leaving_a_stream_cancels_the_call() -> None:
     """break out of the loop is enough: the server sees the call cancelled."""
-    fake = FakeScheduler(holding)
+    fake = FakeScheduler(faults=[stall(after_blocks=1)])
     with client_of(fake) as client:
         for event in client.stream("x", request_id="mine"):
             if isinstance(event, Committed):
@@ -347,7 +347,7 @@ def test_leaving_a_stream_cancels_the_call() -> None:
 
 def test_leaving_an_async_stream_cancels_the_call() -> None:
     """The same for the async client, when its generator is closed."""
-    fake = FakeScheduler(holding)
+    fake = FakeScheduler(faults=[stall(after_blocks=1)])
 
     async def leave(target: str) -> None:
         async with AsyncClient(target) as client:
@@ -364,7 +364,7 @@ def test_leaving_an_async_stream_cancels_the_call() -> None:
 
 def test_cancelling_the_task_cancels_the_call() -> None:
     """A cancelled task sees CancelledError, not an error of ours, and the server sees the call cancelled."""
-    fake = FakeScheduler(holding)
+    fake = FakeScheduler(faults=[stall(after_blocks=1)])
 
     async def cancel(target: str) -> None:
         async with AsyncClient(target) as client:
@@ -381,7 +381,7 @@ def test_cancelling_the_task_cancels_the_call() -> None:
 
 def test_closing_the_client_ends_its_calls() -> None:
     """A call that runs when its client is closed fails with a plain error, in its own thread, and is cancelled."""
-    fake = FakeScheduler(holding)
+    fake = FakeScheduler(faults=[stall(after_blocks=1)])
     with client_of(fake) as client, ThreadPoolExecutor(1) as pool:
         running = pool.submit(client.generate, "x", request_id="mine")
         fake.held.get(timeout=10)
@@ -396,7 +396,7 @@ def test_closing_the_client_ends_its_calls() -> None:
 
 def test_a_stream_that_outlives_its_client() -> None:
     """Leaving a stream after its client was closed raises nothing."""
-    fake = FakeScheduler(holding)
+    fake = FakeScheduler(faults=[stall(after_blocks=1)])
     with client_of(fake) as client:
         events = client.stream("x", request_id="mine")
         next(events)

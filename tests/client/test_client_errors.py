@@ -29,7 +29,7 @@ from fdfo_client import (
     UnexpectedServer,
 )
 from fdfo_client._errors import error_from_rpc
-from tests.client.fake_scheduler import FakeScheduler, committed, failure, holding, serving, started
+from fdfo_client.testing import FakeScheduler, committed, failure, serving, stall, started
 
 Code = grpc.StatusCode
 ONCE = RetryPolicy(max_retries=0)
@@ -143,7 +143,7 @@ def test_no_server() -> None:
 
 def test_the_timeout_passes() -> None:
     """A timeout ends the wait with DeadlineExceeded, and the server sees the call cancelled."""
-    fake = FakeScheduler(holding)
+    fake = FakeScheduler(faults=[stall(after_blocks=1)])
     with serving(fake) as target, Client(target) as client:
         with pytest.raises(DeadlineExceeded):
             client.generate("x", request_id="mine", timeout=0.2)
@@ -175,7 +175,7 @@ def test_a_call_cancelled_by_the_server_does_not_cancel_the_task() -> None:
 )
 def test_ctrl_c_aborts_the_request(ask: Callable[[Client], object]) -> None:
     """Ctrl-C in the thread that waits ends the wait and cancels the call; the client can be used on."""
-    fake = FakeScheduler(holding)
+    fake = FakeScheduler(faults=[stall(after_blocks=1)])
 
     def interrupt() -> None:
         fake.held.get(timeout=10)

@@ -20,7 +20,7 @@ from fdfo_client.evaluate.cli import progress
 from fdfo_client.evaluate.problems import has_number, is_exact, read_problems
 from fdfo_client.evaluate.run import Result, Run, compare
 from fdfo_client.evaluate.statistics import mcnemar_p, wilson_interval
-from tests.client.fake_scheduler import FakeScheduler, Step, committed, failure, finished, serving, started
+from fdfo_client.testing import FakeScheduler, Step, committed, failure, finished, serving, started
 
 KNOWN = {"one?": "1", "two?": "2", "three?": "3", "four?": "4"}
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client import (
@@ -31,50 +29,48 @@ from fdfo_client import (
     UnexpectedServer,
     Usage,
 )
-from tests.client.fake_scheduler import HOLD, FakeScheduler, Step, committed, failure, finished, serving, started
+from fdfo_client.testing import (
+    HOLD,
+    FakeScheduler,
+    Script,
+    Step,
+    answer,
+    committed,
+    failure,
+    finished,
+    overload,
+    serving,
+    started,
+)
 
 Code = grpc.StatusCode
 LOST = failure(Code.UNAVAILABLE, "Socket closed")
 TEXTS = ("one ", "two ", "three")
+rest = answer(*TEXTS)  # or what is left of it
 
 
 def full(hint_s: float | None) -> Step:
     """The refusal of a full queue."""
-    delay = Duration()
-    delay.FromNanoseconds(round((hint_s or 0) * 1e9))
-    hints = [] if hint_s is None else [error_details_pb2.RetryInfo(retry_delay=delay)]
-    return failure(Code.RESOURCE_EXHAUSTED, "the queue is full", *hints)
-
-
-def rest(request: pb.GenerateRequest) -> list[Step]:
-    """What a scheduler sends for TEXTS, or for those that are left. The resume value is the number of texts before."""
-    ids = list(request.resumes[0].committed_ids) if request.resumes else []
-    num_done = next(n for n in range(len(TEXTS) + 1) if ids == [ord(char) for text in TEXTS[:n] for char in text])
-    if request.resumes:
-        assert request.resumes[0].value == b"%d" % num_done and request.request_id == "drawn"
-    steps: list[Step] = [started(request.request_id or "drawn", resume=b"0")]
-    for number, text in enumerate(TEXTS[num_done:], start=num_done + 1):
-        new = [ord(char) for char in text]
-        steps.append(committed(text, new, committed_ids=new, resume=b"%d" % number))
-    return [*steps, finished(usage=pb.Usage(forwards=9))]
+    (refusal,) = overload(hint_s)(())
+    return refusal
 
 
 class Scripts:
     """A script for each call in turn; the last one stays."""
 
-    def __init__(self, *scripts: Callable[[pb.GenerateRequest], list[Step]]) -> None:
+    def __init__(self, *scripts: Script) -> None:
         self.scripts = list(scripts)
 
-    def __call__(self, request: pb.GenerateRequest) -> list[Step]:
+    def __call__(self, request: pb.GenerateRequest) -> Sequence[Step]:
         return (self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0])(request)
 
 
-def ends(*steps: Step) -> Callable[[pb.GenerateRequest], list[Step]]:
+def ends(*steps: Step) -> Script:
     """A script of its own steps."""
     return lambda request: list(steps)
 
 
-def dies_after(num_messages: int, end: Step = LOST) -> Callable[[pb.GenerateRequest], list[Step]]:
+def dies_after(num_messages: int, end: Step = LOST) -> Script:
     """A script that is cut off."""
     return lambda request: [*rest(request)[:num_messages], end]
 
@@ -115,7 +111,7 @@ def test_a_scheduler_dies_after_any_message(num_messages: int) -> None:
     assert [len(fake.requests) for fake in fakes] == [1, 1] and waits == []
     again = fakes[1].requests[0]
     again.ClearField("resumes")
-    assert again == pb.GenerateRequest(text="x", max_new_tokens=50, request_id="drawn"), "else the same request"
+    assert again == pb.GenerateRequest(text="x", max_new_tokens=50, request_id="fake-1"), "else the same request"
 
 
 def test_generate_goes_on_too() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client import InvalidRequest, serve
-from tests.client.fake_scheduler import FakeScheduler, serving
+from fdfo_client.testing import FakeScheduler, serving
 
 # A service that needs no start-up time: listens where it is told, says so, and stops when its standard input closes.
 # Its behaviour is the last word of its command line.

@@ -17,8 +17,8 @@ from common.security_settings import SecuritySettings
 from fdfo.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from fdfo_client import AsyncClient, ServerUnavailable, Tls
 from fdfo_client._channel import CHANNEL_OPTIONS
+from fdfo_client.testing import FakeScheduler, stall
 from scheduler_svc.server import SERVICE_NAME
-from tests.client.fake_scheduler import FakeScheduler, holding
 from tests.security.certificates import Authority
 from tests.security.services import scheduler_and_worker
 
@@ -159,7 +159,7 @@ def test_a_client_shows_its_new_certificate_and_running_streams_stay(tmp_path: P
         assert await call.read() is grpc.aio.EOF
         await connection.close()
 
-    with_server(security(ours, ours.issue("server"), mutual=True), use, FakeScheduler(holding))
+    with_server(security(ours, ours.issue("server"), mutual=True), use, FakeScheduler(faults=[stall(after_blocks=1)]))
 
 
 def test_files_of_a_client_that_became_unusable_are_logged_and_the_ones_before_stay(
