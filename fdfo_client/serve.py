@@ -77,6 +77,9 @@ class Plan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the flags of `fdfo serve`: its own, then those of both services, then those of each."""
+    parser.usage = "fdfo serve [--workers N] [--schedulers N] [--port P] [--json] [flags of the services]"
+    parser.description = "Start workers and schedulers on this machine and keep them running."
+    parser.epilog = NOTES
     parser.add_argument(
         "--model-path", type=Path, default=default_model_path(), metavar="DIR", help="folder of the model (%(default)s)"
     )

@@ -36,7 +36,7 @@ ALSO_ALLOWED = {
         "common.errors.ServiceError",
     },
     Path("fdfo_client/serve.py"): SETTINGS,
-    Path("fdfo_client/bench/cli.py"): SETTINGS | {"common.logging"},
+    Path("fdfo_client/commands/replay.py"): SETTINGS | {"common.logging"},
     Path("fdfo_client/bench/virtual.py"): {"common", "scheduler_svc", "worker_svc"},
 }
 
@@ -102,7 +102,7 @@ def test_imports_run_one_way() -> None:
         ("common/packing.py", "from torch import Tensor"),
         ("fdfo_client/cli.py", "from common.settings import setting"),
         ("fdfo_client/serve.py", "from worker_svc.server import WorkerServicer"),
-        ("fdfo_client/bench/cli.py", "from worker_svc.denoise import DenoiseLoop"),
+        ("fdfo_client/commands/replay.py", "from worker_svc.denoise import DenoiseLoop"),
         ("fdfo_client/bench/virtual.py", "import torch"),
     ],
 )
