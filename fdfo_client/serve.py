@@ -303,9 +303,14 @@ async def run(
         reporting = asyncio.create_task(progress.report()) if not as_json else None
         try:
             await _start_together(workers)
-            targets = [worker.target for worker in workers]
+            worker_targets = [worker.target for worker in workers]
             schedulers.extend(
-                Child(f"scheduler {index}", lambda port: plan.scheduler_command(port, targets), port, plan.environment)
+                Child(
+                    f"scheduler {index}",
+                    lambda port: plan.scheduler_command(port, worker_targets),
+                    port,
+                    plan.environment,
+                )
                 for index, port in enumerate(plan.scheduler_ports)
             )
             await _start_together(schedulers)
