@@ -20,6 +20,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "serve": ("fdfo_client.serve", "start workers and schedulers on this machine"),
     "generate": ("fdfo_client.commands.generate", "answer one prompt"),
     "info": ("fdfo_client.commands.info", "show what schedulers serve and what they have done"),
+    "top": ("fdfo_client.commands.top", "show schedulers and workers, live"),
     "eval": ("fdfo_client.commands.evaluate", "ask problems with known answers"),
     "bench": ("fdfo_client.commands.bench", "measure a scheduler under load"),
     "replay": ("fdfo_client.commands.replay", "send a recorded load again"),

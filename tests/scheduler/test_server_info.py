@@ -35,7 +35,7 @@ def test_it_tells_the_time_and_what_its_workers_are() -> None:
     assert bench.scheduler.info().workers[0].version == "", "nothing is known yet"
 
     async def scene() -> None:
-        await bench.submit("a", effort(3), 8)  # returns when a worker is known
+        await bench.read(await bench.submit("a", effort(3), 8))
         said = bench.scheduler.loops[0].info
         assert said is not None
         said.version, said.device, said.dtype = "9", "cuda:1", "bfloat16"
