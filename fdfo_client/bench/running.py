@@ -15,6 +15,7 @@ from typing import Any
 from fdfo_client._access import ACCESS_ARGUMENTS
 from fdfo_client._arguments import above_zero, output_file, output_file_or_dash
 from fdfo_client._errors import FdfoError
+from fdfo_client._waiting import waiting
 from fdfo_client.bench.load import Load
 from fdfo_client.bench.measure import Measurement, World, measure
 from fdfo_client.bench.progress import progress
@@ -67,7 +68,9 @@ def finish(report: Report, arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         from fdfo_client.bench.page import render
 
-        _write("--html", arguments.html, render(report))
+        with waiting(f"drawing {arguments.html}"):
+            page = render(report)
+        _write("--html", arguments.html, page)
     if report.measurement.was_cut_short:
         return 130
     return 1 if report.summary.requests_failed or not report.summary.requests_ok else 0

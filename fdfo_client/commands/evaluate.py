@@ -15,6 +15,7 @@ from fdfo_client._access import access_from
 from fdfo_client._arguments import above_zero, output_file_or_dash, typed, whole
 from fdfo_client._channel import parse_targets
 from fdfo_client._errors import FdfoError, InvalidRequest
+from fdfo_client._waiting import waiting
 from fdfo_client.commands.flags import add_algorithm, add_target, add_temperature
 from fdfo_client.evaluate.problems import CHECKS, Problem, read_problems, reasoning_gym_problems
 from fdfo_client.evaluate.run import Comparison, Run, ask_all, compare, read_run
@@ -159,7 +160,8 @@ def shown(value: float | None, form: str) -> str:
 def _problems(arguments: argparse.Namespace) -> list[Problem]:
     if arguments.reasoning_gym is not None:
         count = arguments.first or DEFAULT_REASONING_GYM_COUNT
-        return reasoning_gym_problems(arguments.reasoning_gym, count, arguments.seed)
+        with waiting(f"drawing problems of {arguments.reasoning_gym}"):
+            return reasoning_gym_problems(arguments.reasoning_gym, count, arguments.seed)
     problems = read_problems(arguments.problems or default_model_path() / "problems.jsonl")
     if arguments.first is not None and arguments.first > len(problems):
         raise InvalidRequest(f"--first {arguments.first}: there are {len(problems)} problems", "first")

@@ -11,7 +11,8 @@ from fdfo_client._access import access_from
 from fdfo_client._errors import InvalidRequest
 from fdfo_client._options import GenerateOptions, Message
 from fdfo_client._sync_client import Client
-from fdfo_client._types import Committed, Completion, Finished
+from fdfo_client._types import Committed, Completion, Finished, Started
+from fdfo_client._waiting import waiting
 from fdfo_client.commands.flags import add_algorithm, add_target, add_temperature
 
 EXAMPLES = """\
@@ -90,7 +91,8 @@ def main(arguments: argparse.Namespace) -> int:
     access = access_from(arguments)
     with Client(arguments.target, tls=access.tls, api_key=access.api_key) as client:
         if arguments.json or not arguments.stream or (arguments.n or 1) > 1:
-            samples = client.generate(text, **options).samples
+            with waiting(f"waiting for the whole answer of {','.join(arguments.target)}"):
+                samples = client.generate(text, **options).samples
             for sample in samples:
                 print(_json_line(sample) if arguments.json else sample.text)
             return max(map(_judge, samples))
@@ -106,17 +108,22 @@ def _json_line(sample: Completion) -> str:
 def _print_stream(client: Client, prompt: str | None, options: GenerateOptions) -> int:
     finished: Finished | None = None
     open_line = False
-    try:
-        for event in client.stream(prompt, **options):
-            match event:
-                case Committed() if event.text:
-                    print(event.text, end="", flush=True)
-                    open_line = not event.text.endswith("\n")
-                case Finished():
-                    finished = event
-    finally:
-        if open_line:  # an error message then begins on a line of its own
-            print(flush=True)
+    state = f"waiting for {', '.join(client.targets)}"
+    with waiting(lambda: state) as over:
+        try:
+            for event in client.stream(prompt, **options):
+                match event:
+                    case Started():
+                        state = f"waiting for the first block; {event.queue_position} requests were queued before it"
+                    case Committed() if event.text:
+                        over.set()
+                        print(event.text, end="", flush=True)
+                        open_line = not event.text.endswith("\n")
+                    case Finished():
+                        finished = event
+        finally:
+            if open_line:  # an error message then begins on a line of its own
+                print(flush=True)
     assert finished is not None, "the client refuses a stream without Finished"
     return _judge(finished)
 
