@@ -21,6 +21,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "generate": ("fdfo_client.commands.generate", "answer one prompt"),
     "info": ("fdfo_client.commands.info", "show what schedulers serve and what they have done"),
     "top": ("fdfo_client.commands.top", "show schedulers and workers, live"),
+    "doctor": ("fdfo_client.commands.doctor", "check an installation and say what to do"),
     "eval": ("fdfo_client.commands.evaluate", "ask problems with known answers"),
     "bench": ("fdfo_client.commands.bench", "measure a scheduler under load"),
     "replay": ("fdfo_client.commands.replay", "send a recorded load again"),
@@ -31,7 +32,8 @@ EXAMPLES = """\
 examples:
   fdfo serve                                    # the small model that ships, on this machine
   fdfo generate "Count from 3 to 7."
-  fdfo info
+  fdfo top                                      # what schedulers and workers do, live
+  fdfo doctor                                   # when something does not work
   fdfo eval                                     # how many problems with known answers it gets right
   fdfo bench --concurrency 16 --requests 100    # needs the extra: pip install 'fdfo[bench]'
 

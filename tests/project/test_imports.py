@@ -36,6 +36,8 @@ ALSO_ALLOWED = {
         "common.errors.ServiceError",
     },
     Path("fdfo_client/serve.py"): SETTINGS,
+    # What a model folder is, said by who serves it.
+    Path("fdfo_client/doctor/model.py"): {"common.model_folder", "common.architectures", "worker_svc.settings"},
     Path("fdfo_client/commands/replay.py"): SETTINGS | {"common.logging"},
     Path("fdfo_client/bench/virtual.py"): {"common", "scheduler_svc", "worker_svc"},
 }
