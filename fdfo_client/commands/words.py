@@ -18,3 +18,8 @@ def duration(seconds: float) -> str:
 def size(num_bytes: float) -> str:
     """In MiB, or GiB from one on."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def count(number: int, noun: str) -> str:
+    """1 worker, 2 workers."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fdfo_client.commands.words import size
+from fdfo_client.commands.words import count, size
 from fdfo_client.doctor.finding import Finding, fail, ok, warn
 from worker_svc.settings import WorkerSettings, default_kv_tokens
 
@@ -65,7 +65,7 @@ def _check_folder(path: Path, folder: ModelFolder, free_bytes: int | None, where
         except BadWeights as error:
             yield fail("weights", str(error), "fetch the file again")
             return
-        yield ok("weights", f"{weights.num_numbers / 1e6:.1f} M parameters in {weights.num_files} files")
+        yield ok("weights", f"{weights.num_numbers / 1e6:.1f} M parameters in {count(weights.num_files, 'file')}")
         yield check_memory(folder, weights, free_bytes, where)
 
 

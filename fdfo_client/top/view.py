@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fdfo_client._types import WorkerInfo
-from fdfo_client.commands.words import duration
+from fdfo_client.commands.words import count, duration
 from fdfo_client.top.rates import Rates, SchedulerState, State
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -28,8 +28,8 @@ def render(state: State, tokens_per_s: Sequence[float | None], interval_s: float
     """`tokens_per_s`: of all refreshes that the line shows, the last one now. `clock`: the time of day."""
     num_gone = sum(scheduler.sample.info is None for scheduler in state.schedulers)
     gone = f" ({num_gone} gone)" if num_gone else ""
-    head = Text(f"fdfo top  {clock}  {_count(len(state.schedulers), 'scheduler')}{gone}, ")
-    head.append(_count(len(state.workers), "worker"))
+    head = Text(f"fdfo top  {clock}  {count(len(state.schedulers), 'scheduler')}{gone}, ")
+    head.append(count(len(state.workers), "worker"))
     known = [value for value in tokens_per_s if value is not None]
     line = Text("tokens/s  ")
     line.append(sparkline(tokens_per_s), style="cyan")
@@ -109,7 +109,3 @@ def _table(*names: str) -> Table:
     for name in names:
         table.add_column(name, no_wrap=True)
     return table
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
