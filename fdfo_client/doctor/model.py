@@ -99,7 +99,9 @@ def check_memory(folder: ModelFolder, weights: Weights, free_bytes: int | None, 
     needed = weight_bytes + kv_bytes
     found = f"{size(weight_bytes)} of weights and {size(kv_bytes)} of KV ({tokens} tokens) in {dtype}"
     if free_bytes is None:
-        return warn("memory", f"{found}; what is free on {where} is not known", "look yourself")
+        return warn(
+            "memory", f"{found}; what is free on {where} is not known", "run fdfo doctor on the machine that has it"
+        )
     found += f"; {size(free_bytes)} free on {where}"
     advice = "give workers a smaller --max-total-tokens, or another --device"
     if needed > free_bytes:
