@@ -17,7 +17,7 @@ from bench.services import TINY, Services
 from fdfo_client import AsyncClient
 from fdfo_client._arguments import output_file, whole
 from fdfo_client._errors import FdfoError, InvalidRequest
-from fdfo_client.evaluate.cli import shown
+from fdfo_client.commands.evaluate import shown
 from fdfo_client.evaluate.problems import Problem, read_problems
 from fdfo_client.evaluate.run import Comparison, Run, ask_all, compare
 

@@ -100,7 +100,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker as its scheduler sees it. `rows` of `max_rows` are taken; pages are those of its KV pool."""
+    """A worker as its scheduler sees it. The scheduler has `rows` of `max_rows`; pages, of `page_size` tokens, are
+    those of the worker's KV pool. `version`, `device`, `dtype` are as it said when the scheduler last connected."""
 
     target: str
     worker_epoch: str
@@ -111,7 +112,11 @@ class WorkerInfo:
     pages_cached: int
     pages_held: int
     pages_total: int
+    page_size: int
     last_error: str
+    version: str
+    device: str
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,10 @@ class ServerCounters:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a scheduler serves, and how busy it is. Ids below `num_tokens` may stand in a prompt."""
+    """What a scheduler serves, and how busy it is. Ids below `num_tokens` may stand in a prompt.
+
+    `uptime_s`: seconds since it started. `unix_time_s`: its clock, in seconds since 1970.
+    """
 
     scheduler_id: str
     version: str
@@ -159,6 +167,8 @@ class ServerInfo:
     queued: int
     running: int
     max_queued_requests: int
+    uptime_s: float
+    unix_time_s: float
     workers: tuple[WorkerInfo, ...]
     counters: ServerCounters
 
@@ -223,6 +233,8 @@ def server_info_from_proto(info: pb.GetServerInfoResponse) -> ServerInfo:
         queued=info.queued,
         running=info.running,
         max_queued_requests=info.max_queued_requests,
+        uptime_s=info.uptime_s,
+        unix_time_s=info.unix_time_s,
         workers=tuple(
             WorkerInfo(
                 target=worker.target,
@@ -234,7 +246,11 @@ def server_info_from_proto(info: pb.GetServerInfoResponse) -> ServerInfo:
                 pages_cached=worker.pages_cached,
                 pages_held=worker.pages_held,
                 pages_total=worker.pages_total,
+                page_size=worker.page_size,
                 last_error=worker.last_error,
+                version=worker.version,
+                device=worker.device,
+                dtype=worker.dtype,
             )
             for worker in info.workers
         ),

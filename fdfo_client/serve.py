@@ -77,6 +77,9 @@ class Plan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the flags of `fdfo serve`: its own, then those of both services, then those of each."""
+    parser.usage = "fdfo serve [--workers N] [--schedulers N] [--port P] [--json] [flags of the services]"
+    parser.description = "Start workers and schedulers on this machine and keep them running."
+    parser.epilog = NOTES
     parser.add_argument(
         "--model-path", type=Path, default=default_model_path(), metavar="DIR", help="folder of the model (%(default)s)"
     )
@@ -300,9 +303,14 @@ async def run(
         reporting = asyncio.create_task(progress.report()) if not as_json else None
         try:
             await _start_together(workers)
-            targets = [worker.target for worker in workers]
+            worker_targets = [worker.target for worker in workers]
             schedulers.extend(
-                Child(f"scheduler {index}", lambda port: plan.scheduler_command(port, targets), port, plan.environment)
+                Child(
+                    f"scheduler {index}",
+                    lambda port: plan.scheduler_command(port, worker_targets),
+                    port,
+                    plan.environment,
+                )
                 for index, port in enumerate(plan.scheduler_ports)
             )
             await _start_together(schedulers)

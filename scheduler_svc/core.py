@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import structlog
@@ -60,6 +61,7 @@ class Scheduler:
         self.settings = settings
         self.scheduler_id = secrets.token_hex(8)
         self.counters = api.SchedulerCounters()
+        self._started_at = time.monotonic()
         self.live: dict[str, Stream] = {}  # by their name
         self.is_closing = False
         self.queue = RequestQueue(
@@ -218,6 +220,7 @@ class Scheduler:
             client=client,
             max_buffer_bytes=self.settings.max_stream_buffer_bytes,
             on_park=self._on_park,
+            counters=self.counters,
         )
         stream.samples = [self._new_request(spec, seed, stream, index) for index in range(spec.num_samples)]
         for index, past in spec.past.items():
@@ -265,7 +268,6 @@ class Scheduler:
             stream.timer.cancel()
         for sample in stream.samples:
             self.queue.remove(sample)
-        self.counters.published_tokens += stream.cost()["published_tokens"]
         self.counters.requests_finished += 1
         if self.live.get(stream.name) is stream:  # not one that took its place
             del self.live[stream.name]
@@ -357,6 +359,8 @@ class Scheduler:
             workers=[_worker_state(loop) for loop in self.loops],
             counters=self.counters,
             rounds_in_flight=self.settings.rounds_in_flight,
+            uptime_s=time.monotonic() - self._started_at,
+            unix_time_s=time.time(),
         )
 
 
@@ -372,15 +376,20 @@ def _doubtful(algorithms: Iterable[pb.AlgorithmInfo], fitting: Collection[str]) 
 
 
 def _worker_state(loop: RoundLoop) -> api.WorkerState:
+    info = loop.info or pb.GetWorkerInfoResponse()
     return api.WorkerState(
         target=loop.link.target,
         worker_epoch=loop.epoch,
         ready=loop.is_ready and not loop.is_leaving,
         rows=len(loop.running),
-        max_rows=loop.info.max_running_requests if loop.info is not None else 0,
+        max_rows=info.max_running_requests,
         pages_free=loop.rows.pages.free,
         pages_cached=loop.rows.pages.cached,
         pages_held=loop.rows.pages.held,
         pages_total=loop.rows.pages.total,
         last_error=loop.link.last_error,
+        version=info.version,
+        device=info.device,
+        dtype=info.dtype,
+        page_size=info.page_size,
     )

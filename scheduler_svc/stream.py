@@ -31,7 +31,7 @@ class Stream:
 
     `name`: what tells the request from all others of this scheduler, also at the workers; see `live_name`.
     `request_part`: what every resume value begins with, serialised. `on_park`: called when it is parked and when it
-    goes on. `timer`: ends it before the client's deadline.
+    goes on. `timer`: ends it before the client's deadline. `counters`: tokens that are published are added to them.
     """
 
     request_id: str
@@ -45,6 +45,7 @@ class Stream:
     held: list[Request] = field(default_factory=list)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     timer: asyncio.TimerHandle | None = None
+    counters: api.SchedulerCounters = field(default_factory=api.SchedulerCounters)
     buffered_bytes: int = 0
     is_parked: bool = False
 
@@ -84,6 +85,7 @@ class Stream:
     def put(self, response: api.GenerateResponse) -> None:
         """One more event."""
         self.outbox.put(self.events, response)
+        self.counters.published_tokens += len(response.committed.token_ids)
         self._buffer(response.ByteSize())
 
     def _buffer(self, num_bytes: int) -> None:

@@ -28,10 +28,9 @@ from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner, TorchModelRunner
 from worker_svc.models.loading import load_model
 from worker_svc.server import SERVICE_NAME, WorkerServicer
-from worker_svc.settings import WorkerSettings
+from worker_svc.settings import WorkerSettings, default_kv_tokens
 from worker_svc.warm_up import warm_up
 
-DEFAULT_MAX_TOTAL_TOKENS = 65_536
 DRAIN_GRACE_S = 10.0
 DRAIN_LINGER_S = 0.2  # rounds that are on their way are told that the worker drains; a closed port looks like a crash
 PROGRESS_EVERY_S = 2.0
@@ -55,9 +54,9 @@ def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
         raise SettingsError(
             f"--chunked-prefill-size {settings.chunked_prefill_size} must be a multiple of the block size {block_size}"
         )
-    whole_context = -(-folder.context_length // page_size) * page_size
-    most = settings.max_running_requests * whole_context
-    total_tokens = settings.max_total_tokens or max(whole_context, min(most, DEFAULT_MAX_TOTAL_TOKENS))
+    total_tokens = settings.max_total_tokens or default_kv_tokens(
+        folder.context_length, page_size, settings.max_running_requests
+    )
     if total_tokens < page_size:
         raise SettingsError(f"--max-total-tokens {total_tokens} is less than a page of {page_size}")
     return LoopConfig(

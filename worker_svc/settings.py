@@ -8,6 +8,15 @@ from pathlib import Path
 from common.security_settings import SecuritySettings
 from common.settings import setting
 
+DEFAULT_MAX_TOTAL_TOKENS = 65_536
+
+
+def default_kv_tokens(context_length: int, page_size: int, max_running_requests: int) -> int:
+    """Tokens of the KV pool where --max-total-tokens says nothing: what all slots need, up to a bound, but at least one
+    context, rounded up to whole pages."""
+    whole_context = -(-context_length // page_size) * page_size
+    return max(whole_context, min(max_running_requests * whole_context, DEFAULT_MAX_TOTAL_TOKENS))
+
 
 def _check_device(text: str) -> None:
     name, colon, index = text.partition(":")

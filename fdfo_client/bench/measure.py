@@ -12,6 +12,7 @@ from fdfo_client._async_client import AsyncClient
 from fdfo_client._errors import FdfoError, UnexpectedServer
 from fdfo_client._retry import DEFAULT_RETRY, RetryPolicy
 from fdfo_client._types import ServerCounters, ServerInfo
+from fdfo_client._waiting import waiting
 from fdfo_client.bench.load import Load, Record, Stream
 from fdfo_client.bench.workload import Item
 
@@ -61,7 +62,8 @@ async def connect(targets: Sequence[str], access: Access = OPEN) -> AsyncIterato
         # A load shows what a scheduler refuses, so nothing is tried again.
         sender = await stack.enter_async_context(client(targets, RetryPolicy(max_retries=0)))
         clients = {target: await stack.enter_async_context(client(target)) for target in targets}
-        servers = {target: await client.server_info() for target, client in clients.items()}
+        with waiting(f"waiting for {', '.join(targets)}"):
+            servers = {target: await client.server_info() for target, client in clients.items()}
         for target, info in servers.items():
             if info.block_size < 1 or info.num_tokens < 1 or info.context_length < 2:
                 raise UnexpectedServer(f"{target} does not say what model it serves; is it of an older version?")

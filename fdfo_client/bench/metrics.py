@@ -45,7 +45,7 @@ class ServerFigures:
         int, "wasted: done rows that kept their place in a sync round, summed over forwards; 0 under FDFO"
     ]
     prefill_tokens: Annotated[int, "prompt tokens computed, in whole blocks"]
-    published_tokens: Annotated[int, "tokens published by requests that ended"]
+    published_tokens: Annotated[int, "tokens published"]
     restarts: Annotated[int, "requests started again after a worker was lost"]
     preemptions: Annotated[int, "requests that lost their place for want of KV space"]
     allocator_calls: Annotated[int, "calls to the allocator of KV pages"]

@@ -14,6 +14,7 @@ from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client._options import Message
+from fdfo_client._waiting import waiting
 from fdfo_client.evaluate.problems import CHECKS, Check, Problem, is_exact
 from fdfo_client.evaluate.statistics import mcnemar_p, wilson_interval
 
@@ -188,12 +189,13 @@ async def ask_all(
     num_right = 0
     given = {option: value for option, value in (options or {}).items() if value is not None}
     async with AsyncClient(targets, tls=access.tls, api_key=access.api_key) as client:
-        info = await client.server_info()
-        waiting = iter(enumerate(problems))
+        with waiting(f"waiting for {name}"):
+            info = await client.server_info()
+        unasked = iter(enumerate(problems))
 
         async def one_after_the_other() -> None:
             nonlocal num_right
-            for index, problem in waiting:
+            for index, problem in unasked:
                 result = await _ask(client, problem, CHECKS[check], {**given, "seed": seed + index}, raw)
                 results[index] = result
                 num_right += result.is_right

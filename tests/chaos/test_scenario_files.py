@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fdfo_client import cli
+from fdfo_client.commands import chaos
 from tests.chaos.__main__ import BEGIN, END, main, markdown
 from tests.chaos.runner import Result, RunResult
 from tests.chaos.scenario import BadScenario, names, parse, read
@@ -86,7 +87,7 @@ def test_outside_a_checkout_the_command_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An installed package has no scenarios: one line says where they are, with status 2."""
-    monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(chaos, "CHECKOUT", tmp_path)
     assert cli.main(["chaos", "worker-kills"]) == 2
     assert "run it in a checkout" in capsys.readouterr().err
 

@@ -24,7 +24,9 @@ class Simulation:
     def __init__(self, answers: int = 2) -> None:
         self.num_forwards = 0
         self.answers = answers
-        server = ServerInfo("s", "1", "simulated", "f", 4, 10, 64, "LowConfidence", True, 1, 0, 0, 9, (), ZERO)
+        server = ServerInfo(
+            "s", "1", "simulated", "f", 4, 10, 64, "LowConfidence", True, 1, 0, 0, 9, 0.0, 0.0, (), ZERO
+        )
         self.world = World(self.stream, self.counters, {"simulated": server})
 
     async def stream(self, options: dict[str, Any]) -> AsyncIterator[Event]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -273,13 +275,55 @@ def test_info_json_has_a_line_for_each_target(capsys: pytest.CaptureFixture[str]
     assert lines[0]["counters"]["waiting_row_forwards"] == 10
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["info"]])
-def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """--help ends well and shows examples."""
+def test_info_goes_on_past_a_scheduler_that_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named on stderr and the status is 1; the others are shown."""
+    with serving(FakeScheduler(infos=[INFO])) as target:
+        assert cli.main(["info", "--json", "--target", f"127.0.0.1:1,{target}"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["target"] == target
+    assert err.startswith("fdfo: no scheduler is available at 127.0.0.1:1")
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in cli.COMMANDS if name != "chaos")], ids=" ".join)
+def test_help_has_examples_and_statuses(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """--help ends well and shows examples and what the exit status means."""
     with pytest.raises(SystemExit) as caught:
         cli.main([*command, "--help"])
     assert caught.value.code == 0
-    assert "examples:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "examples:" in out and cli.EXIT_STATUS in out
+    assert out.count("exit status:") == 1
+
+
+def test_the_page_of_the_commands_has_all_of_them() -> None:
+    """docs/cli.md has a section for each command, and the exit statuses word for word."""
+    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    assert re.findall(r"^## `fdfo (\S+)`$", page, re.MULTILINE) == list(cli.COMMANDS)
+    for status in cli.EXIT_STATUS.removeprefix("exit status: ").split(", "):
+        number, _, meaning = status.partition(" ")
+        assert f"| {number} | {meaning}" in page
+
+
+LOADED = """
+import sys
+from fdfo_client import cli
+try:
+    cli.main(sys.argv[1:])
+except SystemExit:
+    print(*sorted(sys.modules), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("command", ["", "generate", "bench", "top", "doctor"])
+def test_help_loads_no_more_than_it_needs(command: str) -> None:
+    """Neither what draws and measures nor the services are imported to show flags, and no other command."""
+    words = [sys.executable, "-c", LOADED, *command.split(), "--help"]
+    loaded = set(subprocess.run(words, capture_output=True, text=True, check=True).stderr.split())
+    heavy = {"torch", "numpy", "matplotlib", "rich", "jinja2", "tokenizers", "structlog"}
+    assert not {name.partition(".")[0] for name in loaded} & heavy
+    commands = {module for module, _ in cli.COMMANDS.values()} & loaded
+    used = {"fdfo_client.serve"} if command == "doctor" else set()  # for the folder that ships
+    assert commands == used | ({cli.COMMANDS[command][0]} if command else set())
 
 
 def test_a_reader_that_goes_away() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client import InvalidRequest, cli
-from fdfo_client.evaluate.cli import progress
+from fdfo_client.commands.evaluate import progress
 from fdfo_client.evaluate.problems import has_number, is_exact, read_problems
 from fdfo_client.evaluate.run import Result, Run, compare
 from fdfo_client.evaluate.statistics import mcnemar_p, wilson_interval

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -23,7 +24,7 @@ from fdfo_client import InvalidRequest, serve
 from fdfo_client.testing import FakeScheduler, serving
 
 # A service that needs no start-up time: listens where it is told, says so, and stops when its standard input closes.
-# Its behaviour is the last word of its command line.
+# Its behaviour is the second word of its command line; a third one is said again.
 SERVICE = """
 import json, os, signal, socket, sys
 port, behaviour = int(sys.argv[1]), sys.argv[2]
@@ -37,6 +38,10 @@ print("a line that is not for us", flush=True)
 target = "127.0.0.1:%d" % server.getsockname()[1]
 print(json.dumps({"event": "ready", "target": target, "pid": os.getpid()}), flush=True)
 if behaviour == "falls over":
+    sys.exit(4)
+if behaviour == "falls over when touched":
+    print("began with", sys.argv[3], flush=True)
+    server.accept()
     sys.exit(4)
 while os.read(0, 100):
     pass
@@ -53,7 +58,7 @@ def plan(worker: str = "well", scheduler: str = "well", num_workers: int = 1, nu
         num_workers=num_workers,
         scheduler_ports=(0,) * num_schedulers,
         worker_command=service(worker),
-        scheduler_command=lambda port, targets: service(scheduler)(port),
+        scheduler_command=lambda port, targets: [*service(scheduler)(port), ",".join(targets)],
         environment=os.environ,
     )
 
@@ -259,6 +264,16 @@ def test_a_failed_first_start_ends_serve(broken: str) -> None:
     assert f"fdfo serve: {broken} " in err
     assert "ended with status 3 before it was ready" in err
     assert err.index("no such model") < err.index("fdfo serve:")
+
+
+def test_a_scheduler_that_is_started_again_gets_its_workers() -> None:
+    """Its second life is given the same workers as its first."""
+    with serve_process("plan(scheduler='falls over when touched', num_workers=2)") as process:
+        ready = read_ready(process)
+        assert listens(ready["targets"][0])
+        assert process.stderr is not None
+        begun = itertools.islice((line.split()[2] for line in process.stderr if line.startswith("began with")), 2)
+        assert list(begun) == [",".join(worker["target"] for worker in ready["workers"])] * 2
 
 
 def test_other_output_of_a_child_goes_to_stderr() -> None:

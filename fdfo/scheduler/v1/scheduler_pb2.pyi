@@ -259,7 +259,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("target", "worker_epoch", "ready", "rows", "max_rows", "pages_free", "pages_cached", "pages_held", "pages_total", "last_error")
+    __slots__ = ("target", "worker_epoch", "ready", "rows", "max_rows", "pages_free", "pages_cached", "pages_held", "pages_total", "last_error", "version", "device", "dtype", "page_size")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,10 @@ class WorkerState(_message.Message):
     PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     target: str
     worker_epoch: str
     ready: bool
@@ -280,7 +284,11 @@ class WorkerState(_message.Message):
     pages_held: int
     pages_total: int
     last_error: str
-    def __init__(self, target: _Optional[str] = ..., worker_epoch: _Optional[str] = ..., ready: bool = ..., rows: _Optional[int] = ..., max_rows: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_total: _Optional[int] = ..., last_error: _Optional[str] = ...) -> None: ...
+    version: str
+    device: str
+    dtype: str
+    page_size: int
+    def __init__(self, target: _Optional[str] = ..., worker_epoch: _Optional[str] = ..., ready: bool = ..., rows: _Optional[int] = ..., max_rows: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., pages_total: _Optional[int] = ..., last_error: _Optional[str] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ...) -> None: ...
 
 class SchedulerCounters(_message.Message):
     __slots__ = ("requests_finished", "requests_aborted", "rounds", "forwards", "denoise_row_forwards", "waiting_row_forwards", "prefill_tokens", "published_tokens", "blocks_done", "restarts", "preemptions", "device_ms", "round_trip_ms", "host_ms", "allocator_calls", "requests_rejected", "requests_expired", "times_parked")
@@ -323,7 +331,7 @@ class SchedulerCounters(_message.Message):
     def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., rounds: _Optional[int] = ..., forwards: _Optional[int] = ..., denoise_row_forwards: _Optional[int] = ..., waiting_row_forwards: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., published_tokens: _Optional[int] = ..., blocks_done: _Optional[int] = ..., restarts: _Optional[int] = ..., preemptions: _Optional[int] = ..., device_ms: _Optional[float] = ..., round_trip_ms: _Optional[float] = ..., host_ms: _Optional[float] = ..., allocator_calls: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., requests_expired: _Optional[int] = ..., times_parked: _Optional[int] = ...) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("scheduler_id", "version", "served_model_name", "fingerprint", "block_size", "context_length", "algorithm", "fdfo", "queued", "running", "max_queued_requests", "workers", "counters", "rounds_in_flight", "num_tokens")
+    __slots__ = ("scheduler_id", "version", "served_model_name", "fingerprint", "block_size", "context_length", "algorithm", "fdfo", "queued", "running", "max_queued_requests", "workers", "counters", "rounds_in_flight", "num_tokens", "uptime_s", "unix_time_s")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +347,8 @@ class GetServerInfoResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     version: str
     served_model_name: str
@@ -354,4 +364,6 @@ class GetServerInfoResponse(_message.Message):
     counters: SchedulerCounters
     rounds_in_flight: int
     num_tokens: int
-    def __init__(self, scheduler_id: _Optional[str] = ..., version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., context_length: _Optional[int] = ..., algorithm: _Optional[str] = ..., fdfo: bool = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., counters: _Optional[_Union[SchedulerCounters, _Mapping]] = ..., rounds_in_flight: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    uptime_s: float
+    unix_time_s: float
+    def __init__(self, scheduler_id: _Optional[str] = ..., version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., context_length: _Optional[int] = ..., algorithm: _Optional[str] = ..., fdfo: bool = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., counters: _Optional[_Union[SchedulerCounters, _Mapping]] = ..., rounds_in_flight: _Optional[int] = ..., num_tokens: _Optional[int] = ..., uptime_s: _Optional[float] = ..., unix_time_s: _Optional[float] = ...) -> None: ...

@@ -1,4 +1,4 @@
-"""Flags and entry of `fdfo eval`."""
+"""`fdfo eval`: problems with known answers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from fdfo_client._access import access_from
 from fdfo_client._arguments import above_zero, output_file_or_dash, typed, whole
 from fdfo_client._channel import parse_targets
 from fdfo_client._errors import FdfoError, InvalidRequest
+from fdfo_client._waiting import waiting
+from fdfo_client.commands.flags import add_algorithm, add_target, add_temperature
 from fdfo_client.evaluate.problems import CHECKS, Problem, read_problems, reasoning_gym_problems
 from fdfo_client.evaluate.run import Comparison, Run, ask_all, compare, read_run
 from fdfo_client.serve import default_model_path
@@ -34,13 +36,15 @@ examples:
   fdfo eval --reasoning-gym gsm_symbolic --first 300 --max-new-tokens 512
 
 The interval is Wilson's, of 95 %. Paired runs: how many answers are the same text, and the p of McNemar's exact test,
-small where one run is right more often than chance explains. Failed requests are counted apart and in no share.
+small where one run is right more often than chance explains. Failed requests are counted apart and in no share; with
+one the exit status is 1."""
 
-exit status: 0 done, 1 failed or a request failed, 2 wrong usage"""
 
-
-def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `fdfo eval`, but for those that other commands have too: target, access, algorithm, temperature."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `fdfo eval`."""
+    parser.description = "Ask problems with known answers: how many are right, at what cost, whether two runs differ."
+    parser.epilog = EXAMPLES
+    add_target(parser)
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -89,9 +93,11 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=whole(0), default=0, metavar="S", help="of the first problem, and of reasoning-gym's draw (0)")
     add("--timeout", type=above_zero, metavar="SECONDS", help="a request fails after so long (never)")
     add("--json", type=output_file_or_dash, metavar="FILE", help="write all as JSON, answers too; - is standard output")
+    add_algorithm(parser)
+    add_temperature(parser)
 
 
-def evaluate(arguments: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """`fdfo eval`."""
     problems = _problems(arguments)
     against = read_run(arguments.against) if isinstance(arguments.against, Path) else None
@@ -154,7 +160,8 @@ def shown(value: float | None, form: str) -> str:
 def _problems(arguments: argparse.Namespace) -> list[Problem]:
     if arguments.reasoning_gym is not None:
         count = arguments.first or DEFAULT_REASONING_GYM_COUNT
-        return reasoning_gym_problems(arguments.reasoning_gym, count, arguments.seed)
+        with waiting(f"drawing problems of {arguments.reasoning_gym}"):
+            return reasoning_gym_problems(arguments.reasoning_gym, count, arguments.seed)
     problems = read_problems(arguments.problems or default_model_path() / "problems.jsonl")
     if arguments.first is not None and arguments.first > len(problems):
         raise InvalidRequest(f"--first {arguments.first}: there are {len(problems)} problems", "first")

@@ -1,0 +1,1 @@
+"""What `fdfo doctor` looks at, a file per part of an installation; each gives findings."""
