@@ -21,6 +21,8 @@ from fdfo_client import (
     Committed,
     Finished,
     InvalidRequest,
+    Piece,
+    Provisional,
     RequestFailed,
     ServerUnavailable,
     Started,
