@@ -1,4 +1,4 @@
-"""The command `fdfo`: serve, generate, info, eval, bench, replay, chaos.
+"""The command `fdfo`: serve, generate, chat, info, eval, bench, replay, chaos.
 
 Exit status: 0 done, 1 failed, 2 wrong usage or a refused request, 130 ended by Ctrl-C.
 """
@@ -22,6 +22,7 @@ from fdfo_client._options import GenerateOptions, Message
 from fdfo_client._sync_client import Client
 from fdfo_client._types import Committed, Completion, Finished, ServerInfo, WorkerInfo
 from fdfo_client.bench import cli as bench_cli
+from fdfo_client.chat import cli as chat_cli
 from fdfo_client.evaluate import cli as evaluate_cli
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -31,6 +32,7 @@ EXAMPLES = """\
 examples:
   fdfo serve                                    # the small model that ships, on this machine
   fdfo generate "Count from 3 to 7."
+  fdfo chat                                     # a conversation; blocks appear as they are denoised
   fdfo info
   fdfo eval                                     # how many problems with known answers it gets right
   fdfo bench --concurrency 16 --requests 100    # needs the extra: pip install 'fdfo[bench]'
@@ -66,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return serve.main(arguments)
             case "generate":
                 return generate(arguments)
+            case "chat":
+                return chat_cli.chat(arguments)
             case "eval":
                 return evaluate_cli.evaluate(arguments)
             case "bench":
@@ -111,6 +115,14 @@ def build_parser() -> argparse.ArgumentParser:
             help="answer one prompt",
             description="Answer one prompt; the text appears block by block.",
             epilog=GENERATE_EXAMPLES,
+        )
+    )
+    _add_chat_arguments(
+        commands.add_parser(
+            "chat",
+            help="talk with the model",
+            description="A conversation: answers appear as their blocks are denoised.\n\n" + chat_cli.COMMANDS,
+            epilog=chat_cli.EXAMPLES,
         )
     )
     _add_info_arguments(
@@ -175,6 +187,14 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one line of JSON a sample, with text, token ids and usage")
     add("--logprobs", action="store_true", help="with --json: each token's log probability")
     add("--first-unmask-steps", action="store_true", help="with --json: the step that first unmasked each token")
+
+
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    add_access_arguments(parser)
+    chat_cli.add_chat_arguments(parser)
+    _add_algorithm(parser)
+    _add_temperature(parser)
 
 
 def _add_info_arguments(parser: argparse.ArgumentParser) -> None:
