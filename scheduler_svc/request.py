@@ -200,7 +200,7 @@ class Request:
     def _show(self) -> None:
         """To a client that asked, the incomplete block every so many forwards, where it changed."""
         every = self.spec.provisional_every_forwards
-        if not every or self.is_finished or self.forwards // every == self.shown_at // every:
+        if not every or self.forwards // every == self.shown_at // every:
             return
         self.shown_at = self.forwards
         shown = self._provisional()

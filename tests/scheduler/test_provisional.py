@@ -12,7 +12,7 @@ from fdfo.scheduler.v1 import scheduler_pb2 as api
 from scheduler_svc.resume import decode
 from scheduler_svc.stream import Stream
 from tests.scheduler.in_memory import Bench, ContextRunner, expected, play
-from tests.scheduler.test_overload import until
+from tests.scheduler.test_overload import passes, until
 from tests.worker.scripted import BLOCK, MASK, effort, make_loop
 
 # At temperature 1 and a low threshold a block takes several steps, and every token depends on those before it.
@@ -159,12 +159,11 @@ def test_rounds_without_one_who_asks_are_not_cut() -> None:
 
 
 def test_an_unchanged_block_is_not_shown_again() -> None:
-    """The commit, and forwards that only wait, bring no second event of the same block."""
-    events = run_one(Bench(make_loop()), prompt=effort(6), max_new_tokens=200, provisional_every_forwards=1)
-    shown = provisional(events)
-    assert len(shown) == len({one.SerializeToString() for one in shown})
-    keys = [(one.block_index, tuple(one.token_ids)) for one in shown]
-    assert len(keys) == len(set(keys))
+    """Steps that only fill positions behind the last allowed token bring no event."""
+    events = run_one(Bench(make_loop()), prompt=effort(32), max_new_tokens=4, provisional_every_forwards=1)
+    assert [one.forwards for one in provisional(events)] == [1, 2, 3, 4]
+    assert [list(one.token_ids).count(MASK) for one in provisional(events)] == [3, 2, 1, 0]
+    assert events[-1].finished.usage.forwards == 31
 
 
 def test_samples_are_shown_each() -> None:
@@ -211,19 +210,23 @@ def test_a_client_that_does_not_read_finds_the_newest_only() -> None:
 
 
 def test_what_is_outdated_is_not_sent() -> None:
-    """A block that is done, or whose request is over, is not shown after that, and never in the place of a later
-    event."""
+    """A block that is done, or whose request is over, is not shown any more; the next one comes after its text."""
     bench = Bench(make_loop())
 
     async def scene() -> None:
-        stream = await bench.submit("slow", effort(5), 90, provisional_every_forwards=1)
+        stream = await bench.submit("slow", effort(9), 60, provisional_every_forwards=1)
+        await until(lambda: stream.unread_provisional and stream.unread_provisional[0].provisional.block_index == 1)
+        reader = stream.read()
+        kinds = [(await anext(reader)).WhichOneof("event") for _ in range(3)]
+        assert kinds == ["started", "committed", "provisional"]
         await until(lambda: stream.is_finished)
-        events = await read(bench, stream)
-        assert not provisional(events) and ids_of(events) == expected(1, 90)
+        assert [event.WhichOneof("event") async for event in reader][-2:] == ["committed", "finished"]
+        bench.scheduler.leave(stream)
         stream = await bench.submit("ended", effort(30), 90, provisional_every_forwards=1)
-        await until(lambda: stream.samples[0].forwards > 3)
+        await until(lambda: stream.unread_provisional)
         bench.scheduler.abort("ended")
         assert not provisional(await read(bench, stream))
+        await passes()
 
     play(bench, scene)
 
