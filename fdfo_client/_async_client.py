@@ -24,6 +24,7 @@ from fdfo_client._channel import CHANNEL_OPTIONS, Connection, Tls, check_access,
 from fdfo_client._errors import (
     DeadlineExceeded,
     FdfoError,
+    InvalidRequest,
     RequestFailed,
     ServerUnavailable,
     UnexpectedServer,
@@ -83,6 +84,9 @@ class AsyncClient:
 
         See `GenerateOptions` for the rest. A cancelled task, or an exception such as Ctrl-C, aborts the request.
         """
+        if options.get("provisional_every_forwards") is not None:
+            name = "provisional_every_forwards"
+            raise InvalidRequest(f"{name}: only `stream` gives provisional events; leave it out", name)
         events = self.stream(prompt, **options)
         started: Started | None = None
         parts: dict[int, list[Committed]] = {}
@@ -102,7 +106,8 @@ class AsyncClient:
         return dataclasses.replace(samples[0], others=tuple(samples[index] for index in range(1, len(samples))))
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event, None]:
-        """The same, event by event: one `Started`, a `Committed` per group of done blocks, one `Finished` a sample.
+        """The same, event by event: one `Started`, a `Committed` per group of done blocks, one `Finished` a sample;
+        with `provisional_every_forwards`, a `Provisional` now and then while a block is incomplete.
 
         When a scheduler is lost in between, another one goes on: each token comes once (`Finished.resumes`).
         Leaving the loop early aborts the request; of an async generator, when it is closed (`contextlib.aclosing`).

@@ -54,6 +54,8 @@ class GenerateOptions(TypedDict, total=False):
         1000, 0 by default.
     logprobs: give each token's log probability, by the model's own logits, in the step that last set it.
     first_unmask_steps: give the step of its block, from 0, that first unmasked each token's position.
+    provisional_every_forwards: let `stream` give the incomplete block every so many forwards, as a `Provisional` event;
+        0 takes the server's default. A server in lockstep refuses it.
     request_id: unique among live requests. Default: the server draws one.
     parse_special_tokens: special tokens in a text prompt are read as such; else they are plain text.
     timeout: seconds until the answer must be complete, or a `Timeout` of several parts. Default: none.
@@ -78,6 +80,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | None
     logprobs: bool
     first_unmask_steps: bool
+    provisional_every_forwards: int | None
     request_id: str | None
     parse_special_tokens: bool
     timeout: float | Timeout | None
@@ -93,6 +96,7 @@ _FIELDS = (
     "parse_special_tokens",
     "logprobs",
     "first_unmask_steps",
+    "provisional_every_forwards",
 )
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 

@@ -6,13 +6,13 @@ import dataclasses
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client._errors import UnexpectedServer
-from fdfo_client._types import Event, Finished, Started, Usage, event_from_proto, usage_from_proto
+from fdfo_client._types import Event, Finished, Provisional, Started, Usage, event_from_proto, usage_from_proto
 
 
 class Progress:
     """Hands on each event once, and keeps what a scheduler needs to go on.
 
-    num_news: grows with every event that was handed on.
+    num_news: grows with every event that was handed on, but provisional ones.
     num_resumes: calls that went on with what another had begun.
     usage: by sample, what the scheduler of the last call told when it could not finish it.
     """
@@ -63,6 +63,8 @@ class Progress:
         if event is None:
             return None
         self._check_order(event, target)
+        if isinstance(event, Provisional):
+            return event
         if isinstance(event, Started):
             if self.started is not None:
                 self._go_on(event, target)

@@ -52,7 +52,8 @@ class Client(Blocking):
         return self._run(self._client.generate(prompt, **options))
 
     def stream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Generator[Event, None, None]:
-        """The same, event by event: one `Started`, a `Committed` per group of done blocks, one `Finished` a sample.
+        """The same, event by event: one `Started`, a `Committed` per group of done blocks, one `Finished` a sample;
+        with `provisional_every_forwards`, a `Provisional` now and then while a block is incomplete.
 
         When a scheduler is lost in between, another one goes on: each token comes once (`Finished.resumes`).
         Leaving the loop early aborts the request; of an async generator, when it is closed (`contextlib.aclosing`).

@@ -55,6 +55,30 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A run of positions of an incomplete block: their `text`, or as many masks (then the text is empty)."""
+
+    text: str
+    num_masks: int
+
+
+@dataclass(frozen=True)
+class Provisional:
+    """An incomplete block as it stands: what may follow the text committed so far. It may still change.
+
+    It holds until the sample's next event, and is part of no answer and no usage. `token_ids` and `masked` are aligned;
+    `pieces` show the same positions, after text that is committed and held back. `forwards` as in `Committed`.
+    """
+
+    pieces: tuple[Piece, ...]
+    token_ids: tuple[int, ...]
+    masked: tuple[bool, ...]
+    block_index: int
+    forwards: int
+    sample_index: int = 0
+
+
+@dataclass(frozen=True)
 class Finished:
     """The last event of a sample. With reason "stop", `stop_token_id` or `stop_string` says what matched. `resumes`:
     how often the request went on at a scheduler after another one was lost."""
@@ -67,7 +91,7 @@ class Finished:
     resumes: int = 0
 
 
-Event: TypeAlias = Started | Committed | Finished
+Event: TypeAlias = Started | Committed | Provisional | Finished
 
 
 @dataclass(frozen=True)
@@ -182,6 +206,8 @@ def event_from_proto(response: pb.GenerateResponse, request: pb.GenerateRequest)
             return Started(started.request_id, started.seed, started.queue_position, started.prompt_tokens)
         case "committed":
             return _committed_from_proto(response.committed, request)
+        case "provisional":
+            return _provisional_from_proto(response.provisional)
         case "finished":
             return _finished_from_proto(response.finished)
         case _:
@@ -197,6 +223,17 @@ def _committed_from_proto(committed: pb.Committed, request: pb.GenerateRequest) 
     token_ids = tuple(committed.token_ids)
     return Committed(
         committed.text, token_ids, committed.forwards, logprobs, first_unmask_steps, sample_index=committed.sample_index
+    )
+
+
+def _provisional_from_proto(provisional: pb.Provisional) -> Provisional:
+    return Provisional(
+        tuple(Piece(piece.text, piece.num_masks) for piece in provisional.pieces),
+        tuple(provisional.token_ids),
+        tuple(provisional.masked),
+        provisional.block_index,
+        provisional.forwards,
+        provisional.sample_index,
     )
 
 

@@ -19,6 +19,7 @@ from fdfo_client._errors import FdfoError, InvalidRequest
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "serve": ("fdfo_client.serve", "start workers and schedulers on this machine"),
     "generate": ("fdfo_client.commands.generate", "answer one prompt"),
+    "chat": ("fdfo_client.commands.chat", "talk with the model; blocks appear as they are denoised"),
     "info": ("fdfo_client.commands.info", "show what schedulers serve and what they have done"),
     "top": ("fdfo_client.commands.top", "show schedulers and workers, live"),
     "doctor": ("fdfo_client.commands.doctor", "check an installation and say what to do"),
@@ -32,6 +33,7 @@ EXAMPLES = """\
 examples:
   fdfo serve                                    # the small model that ships, on this machine
   fdfo generate "Count from 3 to 7."
+  fdfo chat                                     # a conversation; blocks appear as they are denoised
   fdfo top                                      # what schedulers and workers do, live
   fdfo doctor                                   # when something does not work
   fdfo eval                                     # how many problems with known answers it gets right

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import groupby
+from typing import Literal, NamedTuple
 
 from scheduler_svc.text import TextCodec
 
@@ -24,6 +26,13 @@ class Published:
 
     text: str
     token_ids: list[int]
+
+
+class Piece(NamedTuple):
+    """A run of positions of a block that is not done: their text, or how many of them are masked."""
+
+    text: str
+    num_masks: int
 
 
 class OutputCommitter:
@@ -81,6 +90,39 @@ class OutputCommitter:
             if self.finish is None and self._tokens_left <= 0:
                 self._end(Finish("length"))
         return self._publish()
+
+    def preview(self, ids: Sequence[int], masked: Sequence[bool]) -> tuple[int, list[Piece]]:
+        """What may follow the published text if the next block, whose generated positions these are, becomes done as it
+        stands: how many of the positions count, and what they show. Takes nothing.
+
+        It ends before the first stop token, at the limit, and before the first stop string that stands in one run. Text
+        begins with what is held back; parts of characters are left out.
+        """
+        num_shown = min(len(ids), self._tokens_left)
+        for place in range(num_shown):
+            if ids[place] in self._stop_ids and not masked[place]:
+                num_shown = place
+                break
+        pieces: list[Piece] = []
+        text, detokenizer = self._text, self._detokenizer.copy()
+        for is_masked, run in groupby(range(num_shown), masked.__getitem__):
+            places = list(run)
+            if is_masked:
+                pieces += [Piece(text, 0)] if text else []
+                pieces.append(Piece("", len(places)))
+                text, detokenizer = "", self._codec.detokenizer()
+                continue
+            ends = []
+            for place in places:
+                new = detokenizer.push(ids[place])
+                # After a mask, U+FFFD is the end of a character that began in it.
+                text += new.lstrip("\ufffd") if pieces and not text else new
+                ends.append(len(text))
+                matches = [start for search in self._searches if (start := text.find(search.stop_string)) >= 0]
+                if matches:
+                    shown = [Piece(text[: min(matches)], 0)] if min(matches) else []
+                    return places[0] + bisect_right(ends, min(matches)), pieces + shown
+        return num_shown, [*pieces, Piece(text, 0)] if text else pieces
 
     def _append(self, token_id: int) -> None:
         was_pending = self._detokenizer.pending

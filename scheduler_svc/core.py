@@ -332,6 +332,7 @@ class Scheduler:
             default_params=self._algorithm_params,
             algorithms=algorithms,
             max_tokens_in_pool=min(pool.pages.total * pool.page_size for pool in (info, *others)),
+            fdfo=self.settings.dllm_fdfo,
         )
         try:
             check_defaults(rules)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import InvalidField
-from common.packing import pack_bits, pack_ids
+from common.packing import pack_bits, pack_ids, unpack_bits, unpack_ids
 from fdfo.scheduler.v1 import resume_pb2
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
@@ -54,6 +54,8 @@ class Request:
     num_told_ids: int = 0  # committed ids that a message carried
     cached_tokens: int | None = None  # of the prompt, as its first start found it
     is_finished: bool = False
+    shown: api.Provisional | None = None  # the last one, without its forwards
+    shown_at: int = 0  # forwards when that was looked at
     _incomplete: Snapshot = field(init=False)
     _unread: tuple[pb.RowReplies, int] | None = None  # a newer one, in the reply that brought it
 
@@ -193,6 +195,38 @@ class Request:
         if rows.block_indexes[place] == self.block_index:
             self._unread = (rows, place)
             self.has_advanced_there |= forwards > 0
+            self._show()
+
+    def _show(self) -> None:
+        """To a client that asked, the incomplete block every so many forwards, where it changed."""
+        every = self.spec.provisional_every_forwards
+        if not every or self.forwards // every == self.shown_at // every:
+            return
+        self.shown_at = self.forwards
+        shown = self._provisional()
+        if shown != self.shown:
+            self.shown = shown
+            event = api.GenerateResponse(provisional=shown)
+            event.provisional.forwards = self.forwards
+            self.stream.show(event)
+
+    def _provisional(self) -> api.Provisional:
+        """The generated positions of the incomplete block, as its client may see them."""
+        block = self.incomplete
+        first = max(0, len(self.spec.prompt_ids) - self.block_index * self.block_size)
+        masked = unpack_bits(block.mask, self.block_size)[first:]
+        ids = [
+            self.mask_token_id if is_masked else token_id
+            for token_id, is_masked in zip(unpack_ids(block.ids)[first:], masked, strict=True)
+        ]
+        num_shown, pieces = self.committer.preview(ids, masked)
+        return api.Provisional(
+            sample_index=self.sample_index,
+            block_index=self.block_index,
+            token_ids=ids[:num_shown],
+            masked=masked[:num_shown],
+            pieces=[api.ProvisionalPiece(text=piece.text, num_masks=piece.num_masks) for piece in pieces],
+        )
 
     def commit_block(self, block: DoneBlock) -> bool:
         """A done block: publish what it brings and begin the next. False: an older block, dropped."""

@@ -305,12 +305,17 @@ class RoundLoop:
             round_id=self.rows.last_round_id + 1,
             acked_round_id=self._acked_round_id,
             mode=pb.MODE_FDFO if self.settings.dllm_fdfo else pb.MODE_SYNC,
-            max_forwards=self.settings.max_forwards,
+            max_forwards=self._max_forwards(starting + continuing),
             max_round_ms=self.settings.max_round_ms,
             releases=row_names(self.rows.releases),
             starts=[request.start_row(next(self.attempts)) for request in starting],
             continues=row_names([(row.name, row.attempt) for row in continuing]),
         )
+
+    def _max_forwards(self, rows: list[Request]) -> int:
+        """As the flag says, or fewer where a client wants to see its block more often; 0 = no limit."""
+        wanted = {row.spec.provisional_every_forwards for row in rows}
+        return min((wanted | {self.settings.max_forwards}) - {0}, default=0)
 
     def _timeout_s(self) -> float:
         if not self.settings.dllm_fdfo:

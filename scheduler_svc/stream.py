@@ -1,7 +1,8 @@
 """What a client reads: the events of all samples of its request, in the order in which they happened.
 
 What is not read yet is bounded: past `max_buffer_bytes` the request is parked, which keeps its rows out of rounds, and
-goes on when less than half is left. Rounds that are on their way then still add what they bring.
+goes on when less than half is left. Rounds that are on their way then still add what they bring. Provisional events
+do not count: of each sample one waits at most.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Stream:
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     timer: asyncio.TimerHandle | None = None
     counters: api.SchedulerCounters = field(default_factory=api.SchedulerCounters)
+    unread_provisional: dict[int, api.GenerateResponse] = field(default_factory=dict)  # by sample
     buffered_bytes: int = 0
     is_parked: bool = False
 
@@ -88,6 +90,25 @@ class Stream:
         self.counters.published_tokens += len(response.committed.token_ids)
         self._buffer(response.ByteSize())
 
+    def show(self, event: api.GenerateResponse) -> None:
+        """A provisional event. It takes the place of one of its block that is not read yet."""
+        index, block_index = event.provisional.sample_index, event.provisional.block_index
+        unread = self.unread_provisional.get(index)
+        if unread is not None and unread.provisional.block_index == block_index:
+            unread.CopyFrom(event)
+        else:
+            self.unread_provisional[index] = event
+            self.outbox.put(self.events, event)
+
+    def _take_provisional(self, event: api.GenerateResponse) -> bool:
+        """Whether the event, which is read now, is still so: its block is not done, and no newer one came."""
+        index = event.provisional.sample_index
+        if self.unread_provisional.get(index) is not event:
+            return False
+        del self.unread_provisional[index]
+        sample = self.samples[index]
+        return not sample.is_finished and sample.block_index == event.provisional.block_index
+
     def _buffer(self, num_bytes: int) -> None:
         """So many bytes more or, below 0, less are not read yet."""
         self.buffered_bytes += num_bytes
@@ -122,6 +143,10 @@ class Stream:
             event = await self.events.get()
             if isinstance(event, ServiceError):
                 raise event
+            if event.HasField("provisional"):
+                if self._take_provisional(event):
+                    yield event
+                continue
             num_open -= event.HasField("finished")
             yield event
             self._buffer(-event.ByteSize())

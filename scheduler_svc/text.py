@@ -171,6 +171,12 @@ class Detokenizer:
         """Whether the last tokens ended inside a character."""
         return bool(self._decoder.getstate()[0])
 
+    def copy(self) -> Detokenizer:
+        """Another one that has read the same."""
+        other = Detokenizer(self._codec)
+        other._decoder.setstate(self._decoder.getstate())
+        return other
+
     def push(self, token_id: int) -> str:
         """The characters that this token completes; may be none."""
         return self._decoder.decode(self._codec.token_bytes(token_id))

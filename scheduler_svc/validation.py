@@ -6,10 +6,6 @@ import dataclasses
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from common.errors import InvalidField
 from common.limits import MAX_REQUEST_STOP_TOKEN_IDS
@@ -18,34 +14,20 @@ from fdfo.scheduler.v1 import scheduler_pb2
 from scheduler_svc.conversation import MAX_MESSAGES, count_chars, encode_conversation
 from scheduler_svc.resume import Past, as_begun, check_request, decode, read_past, request_part
 from scheduler_svc.text import TextCodec
+from scheduler_svc.unserved import refuse_unknown_fields, refuse_unsupported
 
 # Ten times the longest prompts; what is refused for its size is hardly looked at.
 MAX_CLIENT_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_ABORTED_IDS = 4096
-MAX_NAMED_UNKNOWN_BYTES = 4096
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_TEMPERATURE = 2.0
 MAX_SAMPLES = 16
 MAX_PRIORITY = 1000
+PROVISIONAL_EVERY_FORWARDS = 4
 # Draws are keyed by a signed 64-bit number on the device.
 MAX_SEED = 2**63 - 1
-
-# Field to (the value that asks for nothing, why it is refused). None: every value asks for something.
-UNSUPPORTED: Mapping[str, tuple[object, str]] = MappingProxyType(
-    {
-        "provisional_every_forwards": (None, "snapshots of incomplete blocks are not served yet"),
-        "json_schema": ("", "constrained output is not served: a block is filled in any order"),
-        "regex": ("", "constrained output is not served: a block is filled in any order"),
-        "grammar": ("", "constrained output is not served: a block is filled in any order"),
-        "logit_bias": (None, "logit bias is not served"),
-        "frequency_penalty": (0.0, "penalties are not served"),
-        "presence_penalty": (0.0, "penalties are not served"),
-        "repetition_penalty": (1.0, "penalties are not served"),
-        "min_new_tokens": (0, "a minimum length is not served"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -73,6 +55,7 @@ class Rules:
 
     default_params: the server's defaults, for the default algorithm only; the others have their own.
     max_tokens_in_pool: tokens of the largest KV pool among the workers; None while none is known.
+    fdfo: whether rounds end before all their blocks are done.
     """
 
     codec: TextCodec
@@ -81,6 +64,7 @@ class Rules:
     default_params: Mapping[str, float]
     algorithms: Mapping[str, AlgorithmInfo]
     max_tokens_in_pool: int | None = None
+    fdfo: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,7 +81,7 @@ class Sampling:
 @dataclass(frozen=True)
 class GenerateSpec:
     """A request that can be run. `request_id` may be empty: to be drawn. `algorithm_params` has every parameter.
-    `past`: of samples that another call began, by index."""
+    `past`: of samples that another call began, by index. `provisional_every_forwards`: 0 = never."""
 
     request_id: str
     prompt_ids: list[int]
@@ -112,16 +96,18 @@ class GenerateSpec:
     priority: int = 0
     logprobs: bool = False
     first_unmask_steps: bool = False
+    provisional_every_forwards: int = 0
     past: Mapping[int, Past] = dataclasses.field(default_factory=dict)
 
 
 def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> GenerateSpec:
     """Raises InvalidField with the field's path in the request. What costs most, encoding the prompt, comes last."""
     _refuse_too_many(request, rules)
-    _refuse_unknown_fields(request)
-    _refuse_unsupported(request)
+    refuse_unknown_fields(request)
+    refuse_unsupported(request)
     _check_request_id(request.request_id)
     num_samples, priority = _num_samples(request), _priority(request)
+    provisional_every_forwards = _provisional_every_forwards(request, rules)
     if len(request.resumes) > num_samples:
         raise InvalidField("resumes", f"must have at most one entry a sample; it has {len(request.resumes)}")
     states = [decode(resume.value, f"resumes[{i}].value") for i, resume in enumerate(request.resumes)]
@@ -150,6 +136,7 @@ def parse_generate(request: scheduler_pb2.GenerateRequest, rules: Rules) -> Gene
         priority=priority,
         logprobs=request.logprobs,
         first_unmask_steps=request.first_unmask_steps,
+        provisional_every_forwards=provisional_every_forwards,
     )
     if not states:
         return spec
@@ -188,40 +175,6 @@ def _refuse_too_many(request: scheduler_pb2.GenerateRequest, rules: Rules) -> No
             raise InvalidField(field, f"must have at most {most} {what}; it has {count}")
 
 
-def _refuse_unknown_fields(request: Message) -> None:
-    """A newer client's field would be ignored in silence otherwise."""
-    known = type(request)()
-    known.CopyFrom(request)
-    known.DiscardUnknownFields()
-    if num_bytes := request.ByteSize() - known.ByteSize():
-        if num_bytes <= MAX_NAMED_UNKNOWN_BYTES:
-            _name_unknown_field(request, "")
-        raise InvalidField("(unknown)", f"{num_bytes} bytes are fields that are unknown to this version")
-
-
-def _name_unknown_field(message: Message, path: str) -> None:
-    unknown = UnknownFieldSet(message)
-    if len(unknown) > 0:
-        number = unknown[0].field_number
-        raise InvalidField(f"{path}{number}", f"field number {number} is unknown to this version")
-    for field, value in message.ListFields():
-        if field.message_type is None or field.message_type.GetOptions().map_entry:
-            continue
-        if field.is_repeated:
-            for i, item in enumerate(value):
-                _name_unknown_field(item, f"{path}{field.name}[{i}].")
-        else:
-            _name_unknown_field(value, f"{path}{field.name}.")
-
-
-def _refuse_unsupported(request: scheduler_pb2.GenerateRequest) -> None:
-    for field, value in request.ListFields():
-        if field.name in UNSUPPORTED:
-            neutral, reason = UNSUPPORTED[field.name]
-            if neutral is None or value != neutral:
-                raise InvalidField(field.name, f"is not supported: {reason}")
-
-
 def _check_request_id(request_id: str) -> None:
     if len(request_id) > MAX_REQUEST_ID_CHARS:
         raise InvalidField(
@@ -242,6 +195,17 @@ def _priority(request: scheduler_pb2.GenerateRequest) -> int:
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         raise InvalidField("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {request.priority}")
     return request.priority
+
+
+def _provisional_every_forwards(request: scheduler_pb2.GenerateRequest, rules: Rules) -> int:
+    if not request.HasField("provisional_every_forwards"):
+        return 0
+    if not rules.fdfo:
+        raise InvalidField(
+            "provisional_every_forwards",
+            "is not served in lockstep (--no-dllm-fdfo): no block is shown before it is done; leave it out",
+        )
+    return request.provisional_every_forwards or PROVISIONAL_EVERY_FORWARDS
 
 
 def _sampling(sampling: scheduler_pb2.SamplingParams, vocab_size: int) -> Sampling:

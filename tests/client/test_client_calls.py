@@ -21,6 +21,8 @@ from fdfo_client import (
     Committed,
     Finished,
     InvalidRequest,
+    Piece,
+    Provisional,
     RequestFailed,
     ServerUnavailable,
     Started,
@@ -495,9 +497,31 @@ def test_records_that_do_not_fit_the_tokens(name: str) -> None:
 
 def test_events_of_a_later_version_are_passed_over() -> None:
     """An event that this client does not know is skipped."""
-    later = pb.GenerateResponse(provisional=pb.Provisional(text="may change"))
+    later = pb.GenerateResponse.FromString(b"\xa2\x06\x00")  # field 100
     with client_of(FakeScheduler(script(started(), later, committed("a", [1]), finished()))) as client:
         assert client.generate("x").text == "a"
+
+
+def test_provisional_events() -> None:
+    """They come where the server sends them, with all fields; the whole answer needs none and asks for none."""
+    pieces = [pb.ProvisionalPiece(text="ab"), pb.ProvisionalPiece(num_masks=1)]
+    shown = pb.GenerateResponse(
+        provisional=pb.Provisional(
+            block_index=3, token_ids=[5, 6, 1], masked=[False, False, True], pieces=pieces, forwards=2
+        )
+    )
+    fake = FakeScheduler(script(started(), shown, committed("abc", [5, 6, 7]), finished()))
+    with client_of(fake) as client:
+        events = list(client.stream("x", provisional_every_forwards=2))
+        assert events[1] == Provisional(
+            (Piece("ab", 0), Piece("", 1)), (5, 6, 1), (False, False, True), block_index=3, forwards=2
+        )
+        assert [type(event) for event in events] == [Started, Provisional, Committed, Finished]
+        with pytest.raises(InvalidRequest, match="provisional_every_forwards: only `stream`"):
+            client.generate("x", provisional_every_forwards=2)
+        assert client.generate("x").text == "abc"
+    assert [request.HasField("provisional_every_forwards") for request in fake.requests] == [True, False]
+    assert fake.requests[0].provisional_every_forwards == 2
 
 
 def test_server_info() -> None:

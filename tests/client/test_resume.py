@@ -22,6 +22,7 @@ from fdfo_client import (
     Finished,
     InvalidRequest,
     Overloaded,
+    Provisional,
     RequestFailed,
     RetryPolicy,
     ServerUnavailable,
@@ -112,6 +113,21 @@ def test_a_scheduler_dies_after_any_message(num_messages: int) -> None:
     again = fakes[1].requests[0]
     again.ClearField("resumes")
     assert again == pb.GenerateRequest(text="x", max_new_tokens=50, request_id="fake-1"), "else the same request"
+
+
+def test_provisional_events_are_nothing_to_go_on_from() -> None:
+    """What is resumed is what was committed, and schedulers that only ever show are given up like silent ones."""
+    shown = pb.GenerateResponse(provisional=pb.Provisional(token_ids=[5], masked=[False], forwards=1))
+    fake = FakeScheduler(Scripts(lambda request: [*rest(request)[:2], shown, LOST], rest))
+    with client_of(fake) as (client, _):
+        events = list(client.stream("x", provisional_every_forwards=1))
+    assert [type(event) for event in events] == [Started, Committed, Provisional, Committed, Committed, Finished]
+    resume = pb.Resume(committed_ids=[ord(char) for char in TEXTS[0]], value=b"1")
+    assert list(fake.requests[1].resumes) == [resume] and fake.requests[1].provisional_every_forwards == 1
+    only_shows = FakeScheduler(lambda request: [rest(request)[0], shown, LOST])
+    with client_of(only_shows, max_retries=2) as (client, waits), pytest.raises(ServerUnavailable):
+        list(client.stream("x", provisional_every_forwards=1))
+    assert waits == [0.075, 0.15]
 
 
 def test_generate_goes_on_too() -> None:

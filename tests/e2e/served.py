@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from fdfo.worker.v1 import worker_pb2, worker_pb2_grpc
-from fdfo_client import AsyncClient, Client, Committed, Completion, Finished, Started
+from fdfo_client import AsyncClient, Client, Committed, Completion, Finished, Provisional, Started
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny-llada2"
@@ -173,6 +173,7 @@ class Stream:
         self.started = False
         self.groups: list[Committed] = []
         self.finished: list[Finished] = []
+        self.num_provisional = 0
 
     async def run(self, client: AsyncClient, options: Options) -> None:
         async for event in client.stream(**options):
@@ -181,6 +182,8 @@ class Stream:
                     self.started = True
                 case Committed():
                     self.groups.append(event)
+                case Provisional():
+                    self.num_provisional += 1
                 case Finished():
                     self.finished.append(event)
 

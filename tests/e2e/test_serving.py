@@ -115,6 +115,25 @@ def test_samples_and_priorities_over_the_wire(served: Served) -> None:
     wait_until_idle(served, 5)
 
 
+def test_who_looks_on_changes_nothing(served: Served) -> None:
+    """Every other of 8 mixed requests sees its block after each forward; the answers of all are those of a run in
+    which nobody does."""
+    requests = mixed_requests(8)
+    streams = [Stream() for _ in requests]
+
+    async def look_on() -> None:
+        async with asyncio.timeout(60), AsyncClient(served.target) as client, asyncio.TaskGroup() as group:
+            for number, (stream, options) in enumerate(zip(streams, requests, strict=True)):
+                looks = {} if number % 2 else {"provisional_every_forwards": 1}
+                group.create_task(stream.run(client, {**options, **looks}))
+
+    asyncio.run(look_on())
+    assert [stream.answer() for stream in streams] == answers(run_together(served.target, requests))
+    assert all(stream.num_provisional == 0 for stream in streams[1::2])
+    assert sum(stream.num_provisional > 0 for stream in streams[::2]) >= 3  # one may end with its first forward
+    wait_until_idle(served, 5)
+
+
 def test_a_killed_worker_loses_nothing(served: Served) -> None:
     """SIGKILL to the worker under 32 streams: another is started, and all end as in the calm run, nothing doubled."""
     requests = long_requests(32)

@@ -121,8 +121,9 @@ def read_at(bench: Bench, reader: Reader, num_messages: int | None = None) -> No
         {"n": 2},
         {"logprobs": True, "first_unmask_steps": True, "stop": ["never to be seen"]},
         {"sampling": api.SamplingParams()},
+        {"provisional_every_forwards": 2},
     ],
-    ids=["samples", "records", "greedy"],
+    ids=["samples", "records", "greedy", "provisional"],
 )
 @pytest.mark.parametrize("prompt_length", [3, BLOCK + 3])
 def test_a_scheduler_that_dies_after_any_message(fields: dict[str, Any], prompt_length: int) -> None:

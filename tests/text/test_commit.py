@@ -3,12 +3,13 @@ from __future__ import annotations
 import codecs
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.commit import Finish, OutputCommitter, Published, _StopSearch
+from scheduler_svc.commit import Finish, OutputCommitter, Piece, Published, _StopSearch
 from scheduler_svc.text import TextCodec
 from tests.text.folders import SHIPPED, byte_tokenizer, write_folder
 
@@ -169,6 +170,91 @@ def test_published_text_is_what_the_published_ids_decode_to(ids: list[int], stop
         else:
             assert text == decoded
         assert not any(stop in text for stop in stop_strings)
+
+
+# What is shown of a block that is not done.
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    before=st.lists(st.sampled_from(ALPHABET), max_size=12),
+    ids=st.lists(st.sampled_from(ALPHABET), min_size=1, max_size=12),
+    stop_strings=st.lists(st.text("abcé€\ufffd", min_size=1, max_size=3), max_size=2),
+    max_new_tokens=st.integers(1, 30),
+)
+def test_a_preview_of_a_whole_block_is_what_it_publishes_and_holds_back(
+    codec: TextCodec, before: list[int], ids: list[int], stop_strings: list[str], max_new_tokens: int
+) -> None:
+    """But for the rest of a character at a finish, with no token of what the finish drops; and it takes nothing."""
+    committer = make(codec, stop_strings=stop_strings, max_new_tokens=max_new_tokens)
+    committer.push(before)
+    assume(committer.finish is None)
+    preview = num_shown, pieces = committer.preview(ids, [False] * len(ids))
+    assert committer.preview(ids, [False] * len(ids)) == preview
+    num_before, text = committer.num_ids, "".join(piece.text for piece in pieces)
+    published = committer.push(ids)
+    if committer.finish is None:
+        assert text == published.text + committer._text
+        assert num_shown == len(ids)
+    else:
+        assert text in (published.text, published.text[:-1]) and published.text[len(text) :] in ("", "\ufffd")
+        is_stop_token = committer.finish.stop_token_id is not None
+        assert num_shown <= committer.num_ids - num_before - is_stop_token
+
+
+def test_a_preview_tells_masks_from_text(codec: TextCodec) -> None:
+    """Runs in order; what is held back comes first, and masks at the beginning do not hide it."""
+    committer = make(codec, stop_strings=["!?"])
+    committer.push(list(b"so!"))
+    masked = [False, False, True, True, False, True]
+    assert committer.preview(list(b"ab..c."), masked) == (
+        6,
+        [Piece("!ab", 0), Piece("", 2), Piece("c", 0), Piece("", 1)],
+    )
+    assert committer.preview(list(b"..cd"), [True, True, False, False]) == (
+        4,
+        [Piece("!", 0), Piece("", 2), Piece("cd", 0)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        ("é_€".encode(), "é_€"),
+        (b"\xc3_x", "_x"),
+        (b"a\xe2\x82_", "a_"),
+        (b"_\x82\xacx", "_x"),
+        (b"_\xa9\xc3\xa9", "_é"),
+        (b"\xffa_", "\ufffda_"),
+    ],
+)
+def test_a_preview_has_whole_characters_only(codec: TextCodec, data: bytes, shown: str) -> None:
+    """Characters that begin or end in a mask (here _) are left out, with whatever of them is there; bytes that are none
+    stay U+FFFD."""
+    _, pieces = make(codec).preview(list(data), [byte == ord("_") for byte in data])
+    assert "".join(piece.text or "_" * piece.num_masks for piece in pieces) == shown
+
+
+@pytest.mark.parametrize(
+    ("options", "ids", "num_shown", "shown"),
+    [
+        ({}, [*b"ab", STOP_ID, *b"cd"], 2, "ab"),
+        ({}, [ord("_"), *b"b", STOP_ID, *b"cd"], 2, "_b"),
+        ({"ignore_eos": True}, [*b"ab", STOP_ID, *b"cd"], 5, "abcd"),
+        ({"max_new_tokens": 3}, list(b"ab__e"), 3, "ab_"),
+        ({"stop_strings": ["cd"]}, list(b"ab_bcde"), 4, "ab_b"),
+        ({"stop_strings": ["cd"]}, list(b"ab_c_d"), 6, "ab_c_d"),
+        ({"stop_strings": ["ab"]}, list(b"ab_c"), 0, ""),
+        ({"stop_strings": ["bcd", "c"]}, list(b"abcd"), 2, "ab"),
+    ],
+)
+def test_a_preview_ends_where_a_finish_rule_would(
+    codec: TextCodec, options: dict[str, Any], ids: list[int], num_shown: int, shown: str
+) -> None:
+    """Before a stop token, at the limit, before a stop string within a run (masks are _); masks in front do not count
+    against that."""
+    num, pieces = make(codec, **options).preview(ids, [token_id == ord("_") for token_id in ids])
+    assert (num, "".join(piece.text or "_" * piece.num_masks for piece in pieces)) == (num_shown, shown)
 
 
 # The cases that users have reported.

@@ -12,8 +12,8 @@ from common.errors import InvalidField
 from common.model_folder import read_model_folder
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from scheduler_svc.text import TextCodec
+from scheduler_svc.unserved import UNSUPPORTED
 from scheduler_svc.validation import (
-    UNSUPPORTED,
     AlgorithmInfo,
     GenerateSpec,
     ParamInfo,
@@ -359,8 +359,18 @@ def test_a_top_k_of_all_tokens_is_off(top_k: int) -> None:
     assert parse_generate(request, RULES).sampling.top_k == 0
 
 
+def test_provisional_blocks_are_asked_for_by_presence() -> None:
+    """Absent is never, 0 the default; a server in lockstep refuses the field by name."""
+    request = api.GenerateRequest(text="x")
+    assert parse_generate(request, RULES).provisional_every_forwards == 0
+    for value, every in ((0, 4), (1, 1), (2**32 - 1, 2**32 - 1)):
+        request.provisional_every_forwards = value
+        assert parse_generate(request, RULES).provisional_every_forwards == every
+        error = refusal(request, dataclasses.replace(RULES, fdfo=False))
+        assert error.field == "provisional_every_forwards" and "leave it out" in error.message
+
+
 ASKING: dict[str, api.GenerateRequest] = {
-    "provisional_every_forwards": api.GenerateRequest(provisional_every_forwards=0),
     "json_schema": api.GenerateRequest(json_schema="{}"),
     "regex": api.GenerateRequest(regex="a+"),
     "grammar": api.GenerateRequest(grammar="root ::= x"),
@@ -402,7 +412,7 @@ def test_every_field_of_the_proto_is_served_or_refused() -> None:
     """A field added to the proto must be parsed or put into the table; it is never ignored."""
     served = {"request_id", "text", "prompt_ids", "messages", "sampling", "max_new_tokens", "stop", "stop_token_ids"}
     served |= {"ignore_eos", "algorithm", "algorithm_params", "parse_special_tokens", "logprobs", "first_unmask_steps"}
-    served |= {"n", "priority", "resumes"}
+    served |= {"n", "priority", "resumes", "provisional_every_forwards"}
     assert served | set(UNSUPPORTED) == {field.name for field in api.GenerateRequest.DESCRIPTOR.fields}
     assert not served & set(UNSUPPORTED)
 

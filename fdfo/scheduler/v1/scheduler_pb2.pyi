@@ -171,18 +171,28 @@ class Committed(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., forwards: _Optional[int] = ..., committed_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[float]] = ..., first_unmask_steps: _Optional[_Iterable[int]] = ..., sample_index: _Optional[int] = ...) -> None: ...
 
 class Provisional(_message.Message):
-    __slots__ = ("block_index", "token_ids", "masked", "text", "sample_index")
+    __slots__ = ("block_index", "token_ids", "masked", "sample_index", "pieces", "forwards")
     BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MASKED_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    FORWARDS_FIELD_NUMBER: _ClassVar[int]
     block_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     masked: _containers.RepeatedScalarFieldContainer[bool]
-    text: str
     sample_index: int
-    def __init__(self, block_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., masked: _Optional[_Iterable[bool]] = ..., text: _Optional[str] = ..., sample_index: _Optional[int] = ...) -> None: ...
+    pieces: _containers.RepeatedCompositeFieldContainer[ProvisionalPiece]
+    forwards: int
+    def __init__(self, block_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., masked: _Optional[_Iterable[bool]] = ..., sample_index: _Optional[int] = ..., pieces: _Optional[_Iterable[_Union[ProvisionalPiece, _Mapping]]] = ..., forwards: _Optional[int] = ...) -> None: ...
+
+class ProvisionalPiece(_message.Message):
+    __slots__ = ("text", "num_masks")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    NUM_MASKS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    num_masks: int
+    def __init__(self, text: _Optional[str] = ..., num_masks: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "forwards", "rounds")

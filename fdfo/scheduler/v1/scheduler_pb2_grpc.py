@@ -56,7 +56,7 @@ class SchedulerServiceServicer(object):
 
     def Generate(self, request, context):
         """Generate text for one prompt. The stream is: one Started; a Committed for each group of newly done blocks that
-        published something; one Finished for each sample. An error before the last Finished ends the stream with a gRPC
+        published something, with Provisional events between them on request; one Finished for each sample. An error before the last Finished ends the stream with a gRPC
         status:
         INVALID_ARGUMENT    a field is wrong; google.rpc.BadRequest names it. Nothing was done.
         ALREADY_EXISTS      the request id is live.

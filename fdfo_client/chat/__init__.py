@@ -1,0 +1,1 @@
+"""`fdfo chat`: a conversation whose answers appear as their blocks are denoised."""
