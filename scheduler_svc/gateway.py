@@ -25,6 +25,7 @@ from fdfo.scheduler.v1 import scheduler_pb2 as api
 from scheduler_svc.config_files import ServedModel
 from scheduler_svc.core import Scheduler
 from scheduler_svc.server import Context, reading, write
+from scheduler_svc.text import TOOL_CALL_MARKS
 from scheduler_svc.validation import UNSUPPORTED, check_abort
 
 CHUNK_BYTES = 64 * 1024
@@ -179,8 +180,12 @@ class Replies:
 
 
 def tokenizer_bundle(folder: ModelFolder) -> bytes:
-    """A zip of what a gateway needs to render, encode and decode as we do; tokenizer and template as we read them."""
-    files = {"tokenizer.json": load_tokenizer(folder.path).to_str().encode()}
+    """A zip of what a gateway needs to render, encode and decode as we do. Template and tokenizer are as we read them;
+    as with us, the marks of tool calls are text."""
+    tokenizer = json.loads(load_tokenizer(folder.path).to_str())
+    for token in tokenizer["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in TOOL_CALL_MARKS
+    files = {"tokenizer.json": json.dumps(tokenizer, ensure_ascii=False).encode()}
     if (template := read_chat_template(folder.path)) is not None:
         files["chat_template.jinja"] = template.encode()
     for name in ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
-from fdfo_client import InvalidRequest, serve
+from fdfo_client import InvalidRequest, child_process, serve
 from tests.client.fake_scheduler import FakeScheduler, serving
 
 # A service that needs no start-up time: listens where it is told, says so, and stops when its standard input closes.
@@ -53,7 +53,7 @@ def plan(worker: str = "well", scheduler: str = "well", num_workers: int = 1, nu
         num_workers=num_workers,
         scheduler_ports=(0,) * num_schedulers,
         worker_command=service(worker),
-        scheduler_command=lambda port, targets: service(scheduler)(port),
+        scheduler_command=lambda port, targets, model_ports: service(scheduler)(port),
         environment=os.environ,
     )
 
@@ -71,7 +71,7 @@ def parse(*argv: str) -> argparse.Namespace:
 def commands(*argv: str) -> tuple[list[str], list[str]]:
     """The flags that a worker at port 1 and a scheduler at port 2 are started with."""
     made = serve.plan_from(parse("--model-path", "m", *argv), {})
-    worker, scheduler = made.worker_command(1), made.scheduler_command(2, ["w:1", "w:2"])
+    worker, scheduler = made.worker_command(1), made.scheduler_command(2, ["w:1", "w:2"], [])
     assert worker[:3] == [sys.executable, "-m", "worker_svc"]
     assert scheduler[:3] == [sys.executable, "-m", "scheduler_svc"]
     return list(worker[3:]), list(scheduler[3:])
@@ -280,7 +280,7 @@ class Keeper:
         self.delays_s: asyncio.Queue[float] = asyncio.Queue()
         self.go_on = asyncio.Semaphore(0)
         self.behaviour = behaviour
-        self.child = serve.Child(
+        self.child = child_process.Child(
             "worker 0",
             lambda port: service(self.behaviour)(port),
             0,
