@@ -235,10 +235,8 @@ async def run(
             await _unless_one_gives_up(workers + schedulers, ready(targets, len(workers), progress))
             if plan.gateway_command is not None:
                 engines = [target for child in schedulers for target in child.models.values()]
-                progress.what = "waiting for the gateway"
-                gateways.append(
-                    Child("gateway", lambda port: command(port, engines), plan.gateway_port, plan.environment)
-                )
+                command = functools.partial(plan.gateway_command, engines)
+                gateways.append(Child("gateway", command, plan.gateway_port, plan.environment))
                 await _start_together(gateways)
         finally:
             if reporting is not None:
