@@ -122,7 +122,7 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     if with_gateway:
         if scheduler.tls_cert_file or scheduler.api_keys_file:
             raise InvalidRequest(
-                "--openai-port: the gateway calls without TLS and key; leave out --tls-... and --api-..."
+                "--openai-port: the gateway has neither TLS nor a key; leave out --tls-cert-file and --api-keys-file"
             )
         scheduler = dataclasses.replace(scheduler, vllm_grpc=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -128,6 +129,35 @@ def test_ports_of_the_schedulers() -> None:
     """The schedulers take P, P+1, ...; port 0 leaves all of them to the system."""
     assert serve.plan_from(parse("--port", "7000", "--schedulers", "3"), {}).scheduler_ports == (7000, 7001, 7002)
     assert serve.plan_from(parse("--port", "0", "--schedulers", "2"), {}).scheduler_ports == (0, 0)
+
+
+def test_a_gateway_is_planned_when_asked_for() -> None:
+    """With --openai-port schedulers serve the gateway's protocol, at ports that they keep, and it is told of them."""
+    plain, made = (serve.plan_from(parse("--model-path", "m", *argv), {}) for argv in ([], ["--openai-port", "8000"]))
+    assert plain.gateway_command is None
+    assert "--vllm-grpc" not in plain.scheduler_command(2, ["w:1"], [])
+    assert {"--vllm-grpc", "--served-model-ports=7,8"} <= set(made.scheduler_command(2, ["w:1"], [7, 8]))
+    assert made.gateway_port == 8000 and made.gateway_command is not None
+    assert list(made.gateway_command(["s:1", "s:2"], 9))[3:] == [
+        *("--host", "127.0.0.1", "--port", "9"),
+        *("--schedulers", "s:1", "s:2"),
+    ]
+
+
+@pytest.mark.parametrize("flags", [["--tls-cert-file=c", "--worker-tls-ca-file=a"], ["--api-keys-file=k"]])
+def test_a_gateway_cannot_reach_what_asks_for_a_certificate_or_key(flags: list[str]) -> None:
+    """It is refused before anything is started."""
+    with pytest.raises(InvalidRequest, match="--openai-port: .*leave out --tls-cert-file and --api-keys-file"):
+        serve.plan_from(parse("--openai-port", "0", *flags), {})
+
+
+def test_a_missing_gateway_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is started, with the command to type."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "smg" else object())
+    assert serve.main(parse("--openai-port", "0")) == 1
+    assert "--openai-port needs the package smg: pip install 'fdfo[gateway]' smg" in capsys.readouterr().err
 
 
 def test_threads_do_not_spin() -> None:

@@ -137,13 +137,9 @@ def test_a_chat_is_what_our_own_client_gets(door: Door, options: dict[str, Any])
 
 def test_a_streamed_chat_is_the_same(door: Door) -> None:
     """The pieces are the whole answer, in more than one piece where it has several blocks, and usage comes last."""
-    options = {"temperature": 1.0, "seed": 3, "max_tokens": 100}
-    whole = door.chat(UNSURE, extra_body={"ignore_eos": True}, **options)
-    chunks = list(
-        door.chat(
-            UNSURE, stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True}, **options
-        )
-    )
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+    whole = door.chat(UNSURE, **options)
+    chunks = list(door.chat(UNSURE, stream=True, stream_options={"include_usage": True}, **options))
     assert "".join(texts(chunks)) == whole.choices[0].message.content
     assert len(texts(chunks)) > 1
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
@@ -163,7 +159,7 @@ def test_a_stop_string_never_leaks(door: Door, stop: str) -> None:
 
 def test_samples_are_those_of_the_seed(door: Door) -> None:
     """n=2 gives the two samples that our own client gets, and streamed they can be told apart."""
-    options = {"temperature": 1.5, "seed": 11, "n": 2}
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 11, "n": 2}
     ours = [sample.text for sample in door.grpc(UNSURE, **options).samples]
     assert ours[0] != ours[1]
     choices = door.chat(UNSURE, **options).choices
