@@ -147,7 +147,7 @@ def test_a_gateway_is_planned_when_asked_for() -> None:
 @pytest.mark.parametrize("flags", [["--tls-cert-file=c", "--worker-tls-ca-file=a"], ["--api-keys-file=k"]])
 def test_a_gateway_cannot_reach_what_asks_for_a_certificate_or_key(flags: list[str]) -> None:
     """It is refused before anything is started."""
-    with pytest.raises(InvalidRequest, match="--openai-port: .*leave out --tls-cert-file and --api-keys-file"):
+    with pytest.raises(InvalidRequest, match=r"--openai-port: .*leave out --tls-cert-file and --api-keys-file"):
         serve.plan_from(parse("--openai-port", "0", *flags), {})
 
 
