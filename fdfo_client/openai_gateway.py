@@ -60,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     threading.Thread(target=_tell_when_ready, args=waiter, daemon=True).start()
     from smg.cli import main as smg  # a package of its own
 
-    smg(words)
+    try:
+        smg(words)
+    except RuntimeError as error:  # its reason to end, as a port that is taken
+        sys.stderr.write(f"gateway: {error}\n")
+        return 1
     return 0
 
 
