@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench bench-quick eval test test-long chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
+.PHONY: help venv demo bench bench-quick eval test test-long openai-check chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -m venv .venv
 	@echo "  installing $(TORCH)"
 	@$(BIN)/python -m pip install --quiet '$(TORCH)'
-	@echo "  installing fdfo with the extras scheduler, worker, client, bench, dev"
-	@$(BIN)/python -m pip install --quiet --editable '.[scheduler,worker,client,bench,dev]'
+	@echo "  installing fdfo with the extras scheduler, worker, client, bench, gateway, dev"
+	@$(BIN)/python -m pip install --quiet --editable '.[scheduler,worker,client,bench,gateway,dev]'
 	@touch $@
 	@echo "  done"
 
@@ -39,6 +39,9 @@ test: lint typecheck ## lint, types and all tests but the long ones (CI runs thi
 
 test-long: $(STAMP) ## what is slow or downloads (up to 40 minutes)
 	$(BIN)/python -m pytest -m long
+
+openai-check: $(STAMP) ## the package openai through the gateway smg (half a minute; part of make test)
+	$(BIN)/python -m pytest -v tests/e2e/test_openai.py tests/scheduler/test_gateway.py
 
 chaos: $(STAMP) ## faults against real processes, all but the soak, and the table (up to 20 minutes)
 	@$(BIN)/python -m tests.chaos all

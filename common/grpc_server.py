@@ -96,6 +96,7 @@ class GrpcService:
         self._service_names = tuple(service_names)
         self._health = health.aio.HealthServicer()  # "" is SERVING from the start and stays so
         self._health_updates: set[asyncio.Task[None]] = set()
+        self.is_serving = False
         self._stopping = asyncio.Event()
         self._stop_cause = ""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -127,6 +128,7 @@ class GrpcService:
 
     def set_serving(self, serving: bool) -> None:
         """Set the health of the named services. "" is SERVING while the process lives."""
+        self.is_serving = serving
         update = asyncio.get_running_loop().create_task(self._set_health(serving))
         self._health_updates.add(update)  # the loop itself keeps no reference
         update.add_done_callback(self._health_updates.discard)

@@ -20,19 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from common.settings import add_flags, settings_from, to_argv
+from fdfo_client import openai_gateway
 from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._channel import Tls, check_access
 from fdfo_client._errors import FdfoError, InvalidRequest
+from fdfo_client.child_process import GRACE_S, Child, ServeError, say
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
 MODEL_PATH = Path("models/tiny-llada2")
-FIRST_DELAY_S = 0.5
-MAX_DELAY_S = 10.0
-# A child that ran for so long begins with the first delay again.
-STEADY_S = 30.0
-GRACE_S = 10.0
 PROGRESS_S = 2.0
 POLL_S = 0.1
 
@@ -51,26 +48,27 @@ examples:
   fdfo serve
   fdfo serve --workers 2 --port 50060
   fdfo serve --model-path /models/LLaDA2.0-mini --device cuda --dtype bfloat16
+  fdfo serve --openai-port 8000
   fdfo serve --json --port 0 --no-dllm-fdfo"""
-
-
-class ServeError(Exception):
-    """A service ended before it was ready."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What to start. A command takes the port to listen on (0: any) and gives the words to run.
 
-    scheduler_command takes the workers' targets too. stop_s: after SIGTERM, then a service is killed.
+    scheduler_command takes the workers' targets too, and the ports of its further models if it has had some.
+    gateway_command: of the gateway for OpenAI clients, from what it calls and its port; None = none.
+    stop_s: after SIGTERM, then a service is killed.
     """
 
     model_path: Path
     num_workers: int
     scheduler_ports: tuple[int, ...]
     worker_command: Callable[[int], Sequence[str]]
-    scheduler_command: Callable[[int, Sequence[str]], Sequence[str]]
+    scheduler_command: Callable[[int, Sequence[str], Sequence[int]], Sequence[str]]
     environment: Mapping[str, str]
+    gateway_command: Callable[[Sequence[str], int], Sequence[str]] | None = None
+    gateway_port: int = 0
     access: Access = OPEN
     stop_s: float = GRACE_S
 
@@ -97,6 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="port of the first scheduler, P+1 of the next and so on; 0 takes free ones (50051)",
     )
+    parser.add_argument(
+        "--openai-port",
+        type=_port,
+        metavar="P",
+        help="start the gateway smg too, for OpenAI clients at http://HOST:P/v1; 0 takes a free one",
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON when requests can be sent, no more")
     parser.add_argument(
         "--exit-with-parent", dest="stop_at_eof", action="store_true", help="stop when standard input closes"
@@ -117,13 +121,26 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     """The plan that the parsed flags of `add_arguments` ask for."""
     worker = dataclasses.replace(settings_from(WorkerSettings, arguments), exit_with_parent=True)
     scheduler = dataclasses.replace(settings_from(SchedulerSettings, arguments), exit_with_parent=True)
+    with_gateway = arguments.openai_port is not None
+    if with_gateway:
+        if scheduler.tls_cert_file or scheduler.api_keys_file:
+            raise InvalidRequest(
+                "--openai-port: the gateway has neither TLS nor a key; leave out --tls-cert-file and --api-keys-file"
+            )
+        scheduler = dataclasses.replace(scheduler, vllm_grpc=True)
 
     def worker_command(port: int) -> list[str]:
         return [sys.executable, "-m", "worker_svc", *to_argv(dataclasses.replace(worker, port=port))]
 
-    def scheduler_command(port: int, targets: Sequence[str]) -> list[str]:
+    def scheduler_command(port: int, targets: Sequence[str], model_ports: Sequence[int]) -> list[str]:
         settings = dataclasses.replace(scheduler, port=port, workers=",".join(targets))
+        if model_ports:
+            settings = dataclasses.replace(settings, served_model_ports=",".join(map(str, model_ports)))
         return [sys.executable, "-m", "scheduler_svc", *to_argv(settings)]
+
+    def gateway_command(targets: Sequence[str], port: int) -> list[str]:
+        words = ["--host", scheduler.host, "--port", str(port), "--schedulers", *targets]
+        return [sys.executable, "-m", "fdfo_client.openai_gateway", *words]
 
     first = arguments.first_port
     return Plan(
@@ -133,6 +150,8 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         worker_command=worker_command,
         scheduler_command=scheduler_command,
         environment={"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(worker.num_threads), **environment},
+        gateway_command=gateway_command if with_gateway else None,
+        gateway_port=arguments.openai_port or 0,
         access=_access(scheduler),
         stop_s=GRACE_S + scheduler.stop_grace_s,
     )
@@ -168,116 +187,13 @@ def main(arguments: argparse.Namespace) -> int:
     """Serve until a signal. Returns the exit status."""
     for module, extra in (("tokenizers", "scheduler"), ("torch", "worker")):
         if importlib.util.find_spec(module) is None:
-            _say(f"the {extra} needs the package {module}; install the extra: pip install 'fdfo[{extra}]'")
+            say(f"the {extra} needs the package {module}; install the extra: pip install 'fdfo[{extra}]'")
             return 1
+    if arguments.openai_port is not None and (fault := openai_gateway.why_not()):
+        say(fault)
+        return 1
     plan = plan_from(arguments, os.environ)
     return asyncio.run(run(plan, as_json=arguments.json, stop_at_eof=arguments.stop_at_eof))
-
-
-class Child:
-    """One service process. After its first start it is started again on its port whenever it ends."""
-
-    def __init__(
-        self,
-        name: str,
-        command: Callable[[int], Sequence[str]],
-        port: int,
-        environment: Mapping[str, str],
-        *,
-        stderr: int | None = None,
-        max_delay_s: float = MAX_DELAY_S,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """stderr: a descriptor for its log (ours). max_delay_s: before a start; the first is at most that late too."""
-        self.name = name
-        self.target = ""
-        self.pid = 0
-        self.keeper: asyncio.Task[None] | None = None
-        self.gave_up = asyncio.Event()  # it ended by itself with an error
-        self._command = command
-        self._port = port
-        self._environment = environment
-        self._stderr = stderr
-        self._max_delay_s = max_delay_s
-        self._sleep = sleep
-        self._clock = clock
-        self._process: asyncio.subprocess.Process | None = None
-        self._ready_at: float | None = None
-        self._reader: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """First start; returns when the service is ready. Raises ServeError when it ends before."""
-        await self._launch()
-        if self._ready_at is None:
-            raise ServeError(f"{self.name} {await self._ending()} before it was ready; its error is above")
-        self.keeper = asyncio.create_task(self._keep_alive())
-
-    async def stop(self, hurry: asyncio.Event, grace_s: float = GRACE_S) -> None:
-        """SIGTERM, then SIGKILL after the grace time or when hurry is set; returns when the process is gone."""
-        if self.keeper is not None:
-            self.keeper.cancel()
-            await asyncio.gather(self.keeper, return_exceptions=True)
-        if self._process is None:
-            return
-        ended = asyncio.create_task(self._process.wait())
-        hurried = asyncio.create_task(hurry.wait())
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            self._process.terminate()
-        await asyncio.wait({ended, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        if not ended.done():
-            if not hurry.is_set():
-                _say(f"{self.name} (pid {self.pid}) did not stop within {grace_s:g} s and is killed")
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        await ended
-        if self._reader is not None:
-            await self._reader
-
-    async def _keep_alive(self) -> None:
-        first_delay_s = min(FIRST_DELAY_S, self._max_delay_s)
-        delay_s = first_delay_s
-        while True:
-            ending = await self._ending()
-            if self._process is not None and (self._process.returncode or 0) > 0:
-                self.gave_up.set()
-            if self._ready_at is not None and self._clock() - self._ready_at >= STEADY_S:
-                delay_s = first_delay_s
-            _say(f"{self.name} (pid {self.pid}) {ending}; starting it again in {delay_s:g} s")
-            await self._sleep(delay_s)
-            delay_s = min(2 * delay_s, self._max_delay_s)
-            await self._launch()
-
-    async def _launch(self) -> None:
-        """Start the process; returns when it is ready, or has closed its output because it ended."""
-        self._ready_at = None
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command(self._port),
-            # We keep the other end of stdin and never write. When we are gone, however that came, the child reads the
-            # end of it and stops.
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=self._stderr,
-            limit=2**20,  # bytes of a line
-            env=dict(self._environment),
-            # Out of the terminal's foreground group: Ctrl-C is ours, so that we can stop them in order.
-            process_group=0,
-        )
-        self.pid = self._process.pid
-        assert self._process.stdout is not None, "it was asked for"
-        ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._reader = asyncio.create_task(_read_output(self._process.stdout, ready))
-        target = await ready
-        if target is not None:
-            self.target = target
-            self._port = int(target.rpartition(":")[2])
-            self._ready_at = self._clock()
-
-    async def _ending(self) -> str:
-        assert self._process is not None, "it was launched"
-        status = await self._process.wait()
-        return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 async def run(
@@ -297,44 +213,53 @@ async def run(
         _set_at_eof(stop)
     workers = [Child(f"worker {index}", plan.worker_command, 0, plan.environment) for index in range(plan.num_workers)]
     schedulers: list[Child] = []
+    gateways: list[Child] = []
+
+    def scheduler(index: int, port: int) -> Child:
+        def command(port: int) -> Sequence[str]:
+            targets = [worker.target for worker in workers]
+            return plan.scheduler_command(
+                port, targets, [int(target.rpartition(":")[2]) for target in [*child.models.values()][1:]]
+            )
+
+        child = Child(f"scheduler {index}", command, port, plan.environment)
+        return child
 
     async def start() -> None:
         progress = Progress(f"loading {plan.model_path}")
         reporting = asyncio.create_task(progress.report()) if not as_json else None
         try:
             await _start_together(workers)
-            worker_targets = [worker.target for worker in workers]
-            schedulers.extend(
-                Child(
-                    f"scheduler {index}",
-                    lambda port: plan.scheduler_command(port, worker_targets),
-                    port,
-                    plan.environment,
-                )
-                for index, port in enumerate(plan.scheduler_ports)
-            )
+            schedulers.extend(scheduler(index, port) for index, port in enumerate(plan.scheduler_ports))
             await _start_together(schedulers)
             progress.what = "waiting for the scheduler to find its workers"
             ready = workers_ready or functools.partial(wait_for_workers, access=plan.access)
             targets = [scheduler.target for scheduler in schedulers]
             await _unless_one_gives_up(workers + schedulers, ready(targets, len(workers), progress))
+            if plan.gateway_command is not None:
+                engines = [target for child in schedulers for target in child.models.values()]
+                command = functools.partial(plan.gateway_command, engines)
+                gateways.append(Child("gateway", command, plan.gateway_port, plan.environment))
+                await _start_together(gateways)
         finally:
             if reporting is not None:
                 reporting.cancel()
 
     try:
         if await _unless(stop, start()):
-            print(_ready_json(schedulers, workers) if as_json else _ready_text(plan, schedulers, workers), flush=True)
-            await _unless(stop, *(child.keeper for child in workers + schedulers if child.keeper is not None))
+            say_ready = _ready_json if as_json else functools.partial(_ready_text, plan)
+            print(say_ready(schedulers, workers, gateways), flush=True)
+            children = workers + schedulers + gateways
+            await _unless(stop, *(child.keeper for child in children if child.keeper is not None))
         return 0
     except ServeError as error:
-        _say(str(error))
+        say(str(error))
         return 1
     finally:
-        for child in workers:  # a worker that ends while the schedulers stop is not started again
+        for child in workers + gateways:  # one that ends while the schedulers stop is not started again
             if child.keeper is not None:
                 child.keeper.cancel()
-        for group in (schedulers, workers):
+        for group in (schedulers, workers + gateways):
             await asyncio.gather(*(child.stop(hurry, plan.stop_s) for child in group))
 
 
@@ -364,7 +289,7 @@ class Progress:
         started_at = time.monotonic()
         await asyncio.sleep(PROGRESS_S)
         while True:
-            _say(f"{self.what} ... ({time.monotonic() - started_at:.0f} s)")
+            say(f"{self.what} ... ({time.monotonic() - started_at:.0f} s)")
             await asyncio.sleep(5.0)
 
 
@@ -408,47 +333,24 @@ async def _unless(stop: asyncio.Event, *work: Coroutine[Any, Any, None] | asynci
     return stopped not in done
 
 
-async def _read_output(output: asyncio.StreamReader, ready: asyncio.Future[str | None]) -> None:
-    """Tell the target of the child's ready line, or None when there was none; pass all else on to stderr."""
-    try:
-        async for line in output:
-            target = None if ready.done() else _target_of(line)
-            if target is not None:
-                ready.set_result(target)
-            else:
-                sys.stderr.write(line.decode(errors="replace"))
-                sys.stderr.flush()
-    finally:
-        if not ready.done():
-            ready.set_result(None)
+def _ready_json(schedulers: Sequence[Child], workers: Sequence[Child], gateways: Sequence[Child]) -> str:
+    fields: dict[str, Any] = {
+        "event": "ready",
+        "targets": [scheduler.target for scheduler in schedulers],
+        "workers": [{"pid": worker.pid, "target": worker.target} for worker in workers],
+    }
+    for gateway in gateways:
+        fields |= {"openai": f"http://{gateway.target}/v1", "models": list(schedulers[0].models)}
+    return json.dumps(fields)
 
 
-def _target_of(line: bytes) -> str | None:
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(fields, dict) or fields.get("event") != "ready":
-        return None
-    target = fields.get("target")
-    return target if isinstance(target, str) else None
-
-
-def _ready_json(schedulers: Sequence[Child], workers: Sequence[Child]) -> str:
-    return json.dumps(
-        {
-            "event": "ready",
-            "targets": [scheduler.target for scheduler in schedulers],
-            "workers": [{"pid": worker.pid, "target": worker.target} for worker in workers],
-        }
-    )
-
-
-def _ready_text(plan: Plan, schedulers: Sequence[Child], workers: Sequence[Child]) -> str:
+def _ready_text(plan: Plan, schedulers: Sequence[Child], workers: Sequence[Child], gateways: Sequence[Child]) -> str:
     command = "fdfo" if shutil.which("fdfo") else f"{sys.executable} -m fdfo_client"
     targets = ",".join(scheduler.target for scheduler in schedulers)
     lines = [f"Serving {plan.model_path}"]
-    lines += [f"  {child.name:<12} {child.target:<22} pid {child.pid}" for child in (*schedulers, *workers)]
+    lines += [f"  {child.name:<12} {child.target:<22} pid {child.pid}" for child in (*schedulers, *workers, *gateways)]
+    for gateway in gateways:
+        lines.append(f"OpenAI clients: base_url http://{gateway.target}/v1, model {' or '.join(schedulers[0].models)}")
     lines += ["Try", f'  {command} generate --target {targets} "Count from 3 to 7."', "Ctrl-C stops it."]
     return "\n".join(lines)
 
@@ -477,10 +379,6 @@ def _set_at_eof(stop: asyncio.Event) -> None:
             loop.call_soon_threadsafe(stop.set)
 
     threading.Thread(target=read_to_end, name="stdin", daemon=True).start()
-
-
-def _say(line: str) -> None:
-    print(f"fdfo serve: {line}", file=sys.stderr, flush=True)
 
 
 def _count(text: str) -> int:

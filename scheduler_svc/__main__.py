@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import structlog
-import yaml
 
 from common.api_keys import read_api_key
 from common.connection import Tls
@@ -19,6 +17,7 @@ from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from common.settings import parse_settings
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
+from scheduler_svc.config_files import ConfigError, ServedModel, read_algorithm_params, served_models
 from scheduler_svc.core import BadDefaults, Scheduler
 from scheduler_svc.server import SERVICE_NAME, SchedulerServicer
 from scheduler_svc.settings import SchedulerSettings
@@ -27,28 +26,9 @@ from scheduler_svc.workers import Link, WorkerLink
 
 WITHOUT_WORKER_GRACE_S = 10.0
 LAST_MESSAGES_S = 5.0
+ENGINE_NAME = "vllm.grpc.engine.VllmEngine"  # what gateways call
 
 log = structlog.get_logger()
-
-
-class ConfigError(Exception):
-    """One line: what in which file is wrong."""
-
-
-def read_algorithm_params(path: Path | None) -> dict[str, float]:
-    """Default parameters of the default algorithm, from a YAML file of numbers."""
-    if path is None:
-        return {}
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--dllm-algorithm-config {path}: {str(error).splitlines()[0]}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--dllm-algorithm-config {path}: must map parameter names to numbers")
-    for name, value in content.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"--dllm-algorithm-config {path}: {name}: must be a number, is {value!r}")
-    return {name: float(value) for name, value in content.items()}
 
 
 def worker_connector(settings: SchedulerSettings) -> Callable[[str, str], Link]:
@@ -69,29 +49,34 @@ def worker_connector(settings: SchedulerSettings) -> Callable[[str, str], Link]:
     return partial(WorkerLink, tls=tls, api_key_file=settings.worker_api_key_file)
 
 
-async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_params: dict[str, float]) -> int:
-    """Serve until a signal (0) or until a round loop fails (1)."""
-    scheduler = Scheduler(folder, settings, algorithm_params, worker_connector(settings))
-    service = GrpcService(
-        settings.host,
-        settings.port,
-        [SERVICE_NAME],
-        security=settings,
-        max_receive_bytes=MAX_CLIENT_MESSAGE_BYTES,
-        max_connection_age_s=settings.max_connection_age_s,
-    )
+async def serve(
+    settings: SchedulerSettings, folder: ModelFolder, algorithm_params: dict[str, float], models: Sequence[ServedModel]
+) -> int:
+    """Serve until a signal (0) or until a round loop fails (1). `models`: for gateways, our own name first; empty
+    without --vllm-grpc."""
+    scheduler = Scheduler(folder, settings, algorithm_params, worker_connector(settings), served_models=models)
+    engine = [ENGINE_NAME] if models else []
+    service = _service(settings, settings.port, [SERVICE_NAME, *engine])
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(scheduler), service.server)
-    port = await service.start()
+    services = [service, *(_service(settings, model.port, engine) for model in models[1:])]
+    if models:
+        from scheduler_svc.gateway import add_to_server  # its packages are an extra
+
+        for of_model, model in zip(services, models, strict=True):
+            add_to_server(of_model.server, scheduler, model, lambda: service.is_serving)
+    # Ours comes last: it is the one that takes the signals.
+    targets = [f"{settings.host}:{await one.start()}" for one in reversed(services)][::-1]
     forget_garbage()
-    service.set_serving(True)
-    log.info("serving", port=port, scheduler_id=scheduler.scheduler_id, workers=settings.workers)
-    print_ready(f"{settings.host}:{port}", scheduler_id=scheduler.scheduler_id)
+    _set_serving(services, True)
+    ready = {model.name: target for model, target in zip(models, targets, strict=False)}
+    log.info("serving", target=targets[0], scheduler_id=scheduler.scheduler_id, workers=settings.workers)
+    print_ready(targets[0], scheduler_id=scheduler.scheduler_id, **({"models": ready} if ready else {}))
     stop = asyncio.create_task(service.wait_for_stop(settings.exit_with_parent))
     loops = asyncio.create_task(scheduler.run())
-    health = asyncio.create_task(_watch_workers(scheduler, service))
+    health = asyncio.create_task(_watch_workers(scheduler, services))
     await asyncio.wait({stop, loops}, return_when=asyncio.FIRST_COMPLETED)
     health.cancel()
-    service.set_serving(False)
+    _set_serving(services, False)
     log.info("stopping", live_requests=len(scheduler.live))
     if not stop.done():
         failure = loops.exception()
@@ -100,18 +85,34 @@ async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_para
         else:
             log.error("round_loop_failed", exc_info=failure)
     await scheduler.close(settings.stop_grace_s if stop.done() else 0)
-    await service.stop(LAST_MESSAGES_S)
+    await asyncio.gather(*(one.stop(LAST_MESSAGES_S) for one in services))
     loops.cancel()
     await asyncio.gather(loops, return_exceptions=True)
     return 0 if stop.done() else 1
 
 
-async def _watch_workers(scheduler: Scheduler, service: GrpcService) -> None:
+def _service(settings: SchedulerSettings, port: int, names: Sequence[str]) -> GrpcService:
+    return GrpcService(
+        settings.host,
+        port,
+        names,
+        security=settings,
+        max_receive_bytes=MAX_CLIENT_MESSAGE_BYTES,
+        max_connection_age_s=settings.max_connection_age_s,
+    )
+
+
+def _set_serving(services: Sequence[GrpcService], serving: bool) -> None:
+    for service in services:
+        service.set_serving(serving)
+
+
+async def _watch_workers(scheduler: Scheduler, services: Sequence[GrpcService]) -> None:
     """NOT_SERVING while no worker has been there for the grace time."""
     seconds_without = 0.0
     while True:
         seconds_without = 0.0 if scheduler.has_worker else seconds_without + 1
-        service.set_serving(seconds_without < WITHOUT_WORKER_GRACE_S)
+        _set_serving(services, seconds_without < WITHOUT_WORKER_GRACE_S)
         await asyncio.sleep(1)
 
 
@@ -135,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         for warning in folder.warnings:
             log.warning("model_folder", path=str(folder.path), hint=warning)
         algorithm_params = read_algorithm_params(settings.dllm_algorithm_config)
-        return asyncio.run(serve(settings, folder, algorithm_params))
+        return asyncio.run(serve(settings, folder, algorithm_params, served_models(settings)))
     except (ModelFolderError, ConfigError, ServiceError) as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 1

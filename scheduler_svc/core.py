@@ -8,17 +8,18 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from common.errors import AlreadyLive, DeadlineOver, InvalidField, ServiceError, TakenOver, Unavailable
+from common.errors import AlreadyLive, DeadlineOver, ServiceError, TakenOver, Unavailable
 from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import resume_pb2
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
-from scheduler_svc import discovery
+from scheduler_svc import discovery, offers
 from scheduler_svc.commit import OutputCommitter
+from scheduler_svc.config_files import ServedModel
 from scheduler_svc.outbox import HOLD_S, Outbox
 from scheduler_svc.queue import RequestQueue
 from scheduler_svc.request import Request
@@ -27,7 +28,7 @@ from scheduler_svc.round_loop import RoundLoop
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.stream import Stream, live_name
 from scheduler_svc.text import TextCodec
-from scheduler_svc.validation import AlgorithmInfo, GenerateSpec, ParamInfo, Rules, check_defaults, parse_generate
+from scheduler_svc.validation import GenerateSpec, Rules, parse_generate
 from scheduler_svc.workers import Link, WorkerLink, WorkerLost
 
 CLOSE_POLL_S = 0.05
@@ -54,9 +55,10 @@ class Scheduler:
         connect: Callable[[str, str], Link] = WorkerLink,
         hold_events_s: float = HOLD_S,
         resolve: discovery.Resolve = discovery.resolve,
+        served_models: Sequence[ServedModel] = (),
     ) -> None:
         """`connect` makes the link to a worker from its target and our scheduler id; `hold_events_s`: see Outbox;
-        `resolve` gives the targets of a name."""
+        `resolve` gives the targets of a name; `served_models`: names for what must be served too."""
         self.folder = folder
         self.settings = settings
         self.scheduler_id = secrets.token_hex(8)
@@ -74,6 +76,7 @@ class Scheduler:
         self._outbox = Outbox(hold_events_s)
         self._algorithm = settings.dllm_algorithm or folder.algorithms[0]
         self._algorithm_params = algorithm_params
+        self._served_models = served_models
         self._rules: Rules | None = None
         self._doubtful: dict[str, str] = {}  # algorithms that may not fit and are not warned of yet, and why
         self._rules_known = asyncio.Event()
@@ -312,34 +315,20 @@ class Scheduler:
                 f"another model: its fingerprint is {info.fingerprint[:12]}, ours {self.folder.fingerprint[:12]}; "
                 f"start both services with the same --model-path"
             )
-        algorithms = {
-            algorithm.name: AlgorithmInfo(
-                name=algorithm.name,
-                params=tuple(
-                    ParamInfo(param.name, param.default_value, param.min_value, param.max_value, param.is_integer)
-                    for param in algorithm.params
-                ),
-            )
-            for algorithm in info.algorithms
-        }
         others = [loop.info for loop in self.loops if loop.is_ready and loop.info is not None]
         if self._rules is None:
-            self._doubtful = _doubtful(info.algorithms, self.folder.algorithms)
+            self._doubtful = offers.doubtful(info, self.folder.algorithms)
         rules = Rules(
             codec=self._codec,
             folder=self.folder,
             default_algorithm=self._algorithm,
             default_params=self._algorithm_params,
-            algorithms=algorithms,
+            algorithms=offers.algorithms(info),
             max_tokens_in_pool=min(pool.pages.total * pool.page_size for pool in (info, *others)),
             fdfo=self.settings.dllm_fdfo,
         )
-        try:
-            check_defaults(rules)
-        except InvalidField as error:
-            if self._rules is not None:  # others serve them
-                raise ValueError(f"--dllm-algorithm or --dllm-algorithm-config: {error.message}") from None
-            raise BadDefaults(f"--dllm-algorithm or --dllm-algorithm-config: {error.message}") from None
+        if fault := offers.bad_defaults(rules, self._served_models):
+            raise (BadDefaults if self._rules is None else ValueError)(fault)  # ValueError: others serve them
         self._rules = rules
         self._rules_known.set()
 
@@ -347,7 +336,7 @@ class Scheduler:
         self.counters.requests_rejected = self.queue.num_refused
         return api.GetServerInfoResponse(
             scheduler_id=self.scheduler_id,
-            served_model_name=self.settings.served_model_name or self.folder.path.resolve().name,
+            served_model_name=self.settings.model_name,
             fingerprint=self.folder.fingerprint,
             block_size=self.folder.block_size,
             context_length=self.folder.context_length,
@@ -363,17 +352,6 @@ class Scheduler:
             uptime_s=time.monotonic() - self._started_at,
             unix_time_s=time.time(),
         )
-
-
-def _doubtful(algorithms: Iterable[pb.AlgorithmInfo], fitting: Collection[str]) -> dict[str, str]:
-    """By name why an algorithm may not fit, given those that fit the model's architecture."""
-    hints = {
-        info.name: "its edits mean something only on checkpoints trained for editing, as LLaDA2.1; LLaDA2.0 is not"
-        for info in algorithms
-        if info.edits
-    }
-    misfits = {info.name for info in algorithms} - set(fitting)
-    return hints | {name: f"this model is not trained for it; what fits is {', '.join(fitting)}" for name in misfits}
 
 
 def _worker_state(loop: RoundLoop) -> api.WorkerState:

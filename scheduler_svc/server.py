@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import Message
 
 from common import __version__
 from common.callers import current_caller
@@ -35,37 +36,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Generate(self, message: api.GenerateRequest, context: Context) -> None:
         try:
             stream = await self._scheduler.submit(message, current_caller())
-            async with self._reading(stream, context):
+            async with reading(self._scheduler, stream, context):
                 async for event in stream.read():
-                    await self._write(event, context)
+                    await write(self._scheduler, event, context)
         except ServiceError as error:
             await abort_with(context, error)
-
-    @contextlib.asynccontextmanager
-    async def _reading(self, stream: Stream, context: Context) -> AsyncIterator[None]:
-        """The time in which a client reads. Its request ends at its deadline, and with this time however that ends;
-        the status may still wait for the client then."""
-        self._scheduler.end_within(stream, context.time_remaining())
-        structlog.contextvars.bind_contextvars(request_id=stream.request_id)
-        spec, samples = stream.samples[0].spec, stream.samples
-        log.info("request_queued", prompt_tokens=len(spec.prompt_ids), algorithm=spec.algorithm, samples=len(samples))
-        try:
-            await context.send_initial_metadata(())  # no status can be sent while a first write with them is blocked
-            yield
-        except grpc.aio.InternalError:  # the client is gone; gRPC's own word of it comes a moment later
-            raise asyncio.CancelledError from None
-        finally:  # also when the client is gone
-            self._scheduler.leave(stream)
-            log.info("request_left", **stream.cost())
-
-    async def _write(self, event: api.GenerateResponse, context: Context) -> None:
-        """Returns when gRPC has room for more. Raises SlowReader."""
-        limit_s = self._scheduler.settings.slow_reader_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await context.write(event)
-        except TimeoutError:
-            raise SlowReader(f"the client read nothing for {limit_s:g} s; send the request again") from None
 
     async def Abort(self, message: api.AbortRequest, context: Context) -> api.AbortResponse:
         try:
@@ -79,3 +54,31 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         info = self._scheduler.info()
         info.version = __version__
         return info
+
+
+@contextlib.asynccontextmanager
+async def reading(scheduler: Scheduler, stream: Stream, context: Context) -> AsyncIterator[None]:
+    """The time in which a client reads. Its request ends at its deadline, and with this time however that ends;
+    the status may still wait for the client then."""
+    scheduler.end_within(stream, context.time_remaining())
+    structlog.contextvars.bind_contextvars(request_id=stream.request_id)
+    spec, samples = stream.samples[0].spec, stream.samples
+    log.info("request_queued", prompt_tokens=len(spec.prompt_ids), algorithm=spec.algorithm, samples=len(samples))
+    try:
+        await context.send_initial_metadata(())  # no status can be sent while a first write with them is blocked
+        yield
+    except grpc.aio.InternalError:  # the client is gone; gRPC's own word of it comes a moment later
+        raise asyncio.CancelledError from None
+    finally:  # also when the client is gone
+        scheduler.leave(stream)
+        log.info("request_left", **stream.cost())
+
+
+async def write(scheduler: Scheduler, message: Message, context: Context) -> None:
+    """Returns when gRPC has room for more. Raises SlowReader."""
+    limit_s = scheduler.settings.slow_reader_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            await context.write(message)
+    except TimeoutError:
+        raise SlowReader(f"the client read nothing for {limit_s:g} s; send the request again") from None

@@ -37,6 +37,11 @@ def _check_workers(text: str) -> None:
         raise ValueError("an address is named twice")
 
 
+def _check_ports(text: str) -> None:
+    if not all(port.isdecimal() and int(port) < 65536 for port in text.split(",")):
+        raise ValueError("must be numbers from 0 to 65535, separated by commas")
+
+
 def _check_not_empty(text: str) -> None:
     if not text:
         raise ValueError("must not be empty")
@@ -127,6 +132,21 @@ class SchedulerSettings(SecuritySettings):
     served_model_name: str | None = setting(
         None, help="name told to clients; default: the folder's", metavar="NAME", check=_check_not_empty
     )
+    vllm_grpc: bool = setting(
+        False,
+        help="serve vllm.grpc.engine.VllmEngine too, which gateways for OpenAI clients call; needs the extra gateway",
+    )
+    served_models: Path | None = setting(
+        None,
+        help="YAML file of more model names for --vllm-grpc, each with an algorithm and params of its own",
+        metavar="FILE",
+    )
+    served_model_ports: str | None = setting(
+        None,
+        help="ports of the names in --served-models, in their order; default: free ones",
+        metavar="PORT,...",
+        check=_check_ports,
+    )
     max_forwards: int = setting(
         0, help="forwards after which a round replies in any case; 0 = no limit", metavar="N", minimum=0, maximum=2**31
     )
@@ -178,6 +198,16 @@ class SchedulerSettings(SecuritySettings):
     worker_api_key_file: Path | None = setting(
         None, help="file with the key to send to workers that ask for one (their --api-keys-file)", metavar="FILE"
     )
+
+    @property
+    def model_name(self) -> str:
+        """What clients are told."""
+        return self.served_model_name or self.model_path.resolve().name
+
+    @property
+    def model_ports(self) -> tuple[int, ...]:
+        """Those of the names in --served-models; none where they are left to the system."""
+        return tuple(map(int, self.served_model_ports.split(","))) if self.served_model_ports else ()
 
     @property
     def worker_targets(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from fdfo_client.bench.load import Load
 from fdfo_client.bench.measure import Measurement, World, measure
 from fdfo_client.bench.virtual_time import run_virtually
 from fdfo_client.bench.workload import Item
-from scheduler_svc.__main__ import ConfigError, read_algorithm_params
+from scheduler_svc.config_files import ConfigError, read_algorithm_params
 from scheduler_svc.core import BadDefaults, Scheduler
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.workers import WorkerLost

@@ -19,7 +19,8 @@ import grpc.aio
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
 from fdfo_client import AsyncClient, FdfoError, ServerInfo
-from fdfo_client.serve import Child, Progress, wait_for_workers
+from fdfo_client.child_process import Child
+from fdfo_client.serve import Progress, wait_for_workers
 from tests.chaos.grpc_proxy import GrpcProxy
 from tests.chaos.scenario import Event, Services
 from tests.chaos.tcp_proxy import TcpProxy

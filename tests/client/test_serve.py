@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
-from fdfo_client import InvalidRequest, serve
+from fdfo_client import InvalidRequest, child_process, serve
 from fdfo_client.testing import FakeScheduler, serving
 
 # A service that needs no start-up time: listens where it is told, says so, and stops when its standard input closes.
@@ -58,7 +59,7 @@ def plan(worker: str = "well", scheduler: str = "well", num_workers: int = 1, nu
         num_workers=num_workers,
         scheduler_ports=(0,) * num_schedulers,
         worker_command=service(worker),
-        scheduler_command=lambda port, targets: [*service(scheduler)(port), ",".join(targets)],
+        scheduler_command=lambda port, targets, model_ports: [*service(scheduler)(port), ",".join(targets)],
         environment=os.environ,
     )
 
@@ -76,7 +77,7 @@ def parse(*argv: str) -> argparse.Namespace:
 def commands(*argv: str) -> tuple[list[str], list[str]]:
     """The flags that a worker at port 1 and a scheduler at port 2 are started with."""
     made = serve.plan_from(parse("--model-path", "m", *argv), {})
-    worker, scheduler = made.worker_command(1), made.scheduler_command(2, ["w:1", "w:2"])
+    worker, scheduler = made.worker_command(1), made.scheduler_command(2, ["w:1", "w:2"], [])
     assert worker[:3] == [sys.executable, "-m", "worker_svc"]
     assert scheduler[:3] == [sys.executable, "-m", "scheduler_svc"]
     return list(worker[3:]), list(scheduler[3:])
@@ -133,6 +134,35 @@ def test_ports_of_the_schedulers() -> None:
     """The schedulers take P, P+1, ...; port 0 leaves all of them to the system."""
     assert serve.plan_from(parse("--port", "7000", "--schedulers", "3"), {}).scheduler_ports == (7000, 7001, 7002)
     assert serve.plan_from(parse("--port", "0", "--schedulers", "2"), {}).scheduler_ports == (0, 0)
+
+
+def test_a_gateway_is_planned_when_asked_for() -> None:
+    """With --openai-port schedulers serve the gateway's protocol, at ports that they keep, and it is told of them."""
+    plain, made = (serve.plan_from(parse("--model-path", "m", *argv), {}) for argv in ([], ["--openai-port", "8000"]))
+    assert plain.gateway_command is None
+    assert "--vllm-grpc" not in plain.scheduler_command(2, ["w:1"], [])
+    assert {"--vllm-grpc", "--served-model-ports=7,8"} <= set(made.scheduler_command(2, ["w:1"], [7, 8]))
+    assert made.gateway_port == 8000 and made.gateway_command is not None
+    assert list(made.gateway_command(["s:1", "s:2"], 9))[3:] == [
+        *("--host", "127.0.0.1", "--port", "9"),
+        *("--schedulers", "s:1", "s:2"),
+    ]
+
+
+@pytest.mark.parametrize("flags", [["--tls-cert-file=c", "--worker-tls-ca-file=a"], ["--api-keys-file=k"]])
+def test_a_gateway_cannot_reach_what_asks_for_a_certificate_or_key(flags: list[str]) -> None:
+    """It is refused before anything is started."""
+    with pytest.raises(InvalidRequest, match=r"--openai-port: .*leave out --tls-cert-file and --api-keys-file"):
+        serve.plan_from(parse("--openai-port", "0", *flags), {})
+
+
+def test_a_missing_gateway_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is started, with the command to type."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "smg" else object())
+    assert serve.main(parse("--openai-port", "0")) == 1
+    assert "--openai-port needs the package smg: pip install 'fdfo[gateway]' smg" in capsys.readouterr().err
 
 
 def test_threads_do_not_spin() -> None:
@@ -295,7 +325,7 @@ class Keeper:
         self.delays_s: asyncio.Queue[float] = asyncio.Queue()
         self.go_on = asyncio.Semaphore(0)
         self.behaviour = behaviour
-        self.child = serve.Child(
+        self.child = child_process.Child(
             "worker 0",
             lambda port: service(self.behaviour)(port),
             0,

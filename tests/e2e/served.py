@@ -37,6 +37,7 @@ class Served:
     worker_target: str
     first_worker_pid: int
     log: Path
+    openai: str = ""  # where OpenAI clients go, with --openai-port
 
     def worker_pid(self) -> int:
         """The worker that lives now, a child of `fdfo serve`; 0 while there is none."""
@@ -69,7 +70,8 @@ def serving(log: Path, *flags: str) -> Iterator[Served]:
             assert line, f"ended before it was ready: {log.read_text()}"
             ready: dict[str, Any] = json.loads(line)
             worker = ready["workers"][0]
-            yield Served(process, ready["targets"][0], worker["target"], worker["pid"], log)
+            openai = ready.get("openai", "")
+            yield Served(process, ready["targets"][0], worker["target"], worker["pid"], log, openai)
             process.terminate()
             assert process.wait(timeout=20) == 0, log.read_text()
         finally:

@@ -28,6 +28,7 @@ ALLOWED = {
 # also runs both in its process, all of it in a module that is imported when it does.
 SETTINGS = {"common.settings", "scheduler_svc.settings", "worker_svc.settings"}
 VIRTUAL = "fdfo_client.bench.virtual"
+GATEWAY = "scheduler_svc.gateway"
 ALSO_ALLOWED = {
     # TLS and keys of a channel: one code for the scheduler's way to workers and the client's to schedulers.
     Path("fdfo_client/_channel.py"): {
@@ -136,11 +137,13 @@ def _import_all(packages: tuple[str, ...], absent: tuple[str, ...], but: tuple[s
 
 
 def test_scheduler_imports_without_torch() -> None:
-    """All modules of the scheduler and of common import where what only the worker declares is absent."""
-    _import_all(("fdfo", "common", "scheduler_svc"), ("torch", "transformers", "safetensors", "numpy"))
+    """All modules of the scheduler and of common import where what only the worker declares is absent, and all but the
+    one for gateways without their extra."""
+    absent = ("torch", "transformers", "safetensors", "numpy", "smg_grpc_proto")
+    _import_all(("fdfo", "common", "scheduler_svc"), absent, (GATEWAY,))
 
 
 def test_client_imports_with_the_base_dependencies() -> None:
     """All modules of the client but the one that runs the services import where what only these declare is absent."""
-    services_only = ("structlog", "tokenizers", "jinja2", "yaml", "grpc_health", "grpc_reflection")
+    services_only = ("structlog", "tokenizers", "jinja2", "yaml", "grpc_health", "grpc_reflection", "smg")
     _import_all(("fdfo", "fdfo_client"), ("torch", "transformers", "safetensors", "numpy", *services_only), (VIRTUAL,))

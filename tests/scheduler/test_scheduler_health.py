@@ -20,7 +20,7 @@ def test_not_serving_after_the_grace_time_without_a_worker() -> None:
     service: Any = SimpleNamespace(set_serving=said.append)
 
     async def scene() -> None:
-        watch = asyncio.create_task(_watch_workers(scheduler, service))
+        watch = asyncio.create_task(_watch_workers(scheduler, [service]))
         await asyncio.sleep(WITHOUT_WORKER_GRACE_S - 1.5)
         assert all(said)
         await asyncio.sleep(2)
