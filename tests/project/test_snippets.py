@@ -18,6 +18,7 @@ TARGET = re.compile(r"[\w.-]+:50051\b")
 ELSEWHERE = {
     "docs/adding-an-algorithm.md": "tests/algorithms/test_adding_an_algorithm.py",
     "docs/models.md": "tests/model/test_adding_a_model.py",
+    "docs/openai.md": "tests/e2e/test_openai.py",
 }
 
 
