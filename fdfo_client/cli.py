@@ -1,4 +1,4 @@
-"""The command `fdfo`: serve, generate, info, eval, bench, replay, chaos.
+"""The command `fdfo`: serve, generate, info, eval, bench, replay, trace, chaos.
 
 Exit status: 0 done, 1 failed, 2 wrong usage or a refused request, 130 ended by Ctrl-C.
 """
@@ -23,6 +23,7 @@ from fdfo_client._sync_client import Client
 from fdfo_client._types import Committed, Completion, Finished, ServerInfo, WorkerInfo
 from fdfo_client.bench import cli as bench_cli
 from fdfo_client.evaluate import cli as evaluate_cli
+from fdfo_client.trace import cli as trace_cli
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return bench_cli.bench(arguments)
             case "replay":
                 return bench_cli.replay(arguments)
+            case "trace":
+                return trace_cli.trace(arguments)
             case _:
                 return info(arguments)
     except FdfoError as error:
@@ -145,6 +148,14 @@ def build_parser() -> argparse.ArgumentParser:
             epilog=bench_cli.REPLAY_EXAMPLES,
         )
     )
+    _add_trace_arguments(
+        commands.add_parser(
+            "trace",
+            help="see a run: a page with a time line, and a file for trace viewers",
+            description="Record a run round by round: a lane for each answer, its blocks, and who waits for whom.",
+            epilog=trace_cli.EXAMPLES,
+        )
+    )
     commands.add_parser("chaos", help="in a checkout: inject faults into services and check what must hold")
     return parser
 
@@ -204,6 +215,13 @@ def _add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     _add_target(where)
     add_access_arguments(parser)
     bench_cli.add_replay_arguments(parser, where)
+
+
+def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    add_access_arguments(parser)
+    trace_cli.add_trace_arguments(parser)
+    _add_algorithm(parser)
+    _add_temperature(parser)
 
 
 def _add_temperature(parser: argparse.ArgumentParser) -> None:
