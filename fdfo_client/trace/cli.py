@@ -89,7 +89,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 def trace(arguments: argparse.Namespace) -> int:
     """`fdfo trace`."""
-    prompts = _prompts(arguments)
+    prompts = prompts_of(arguments)
     if arguments.target is not None and arguments.max_running_requests is not None:
         raise InvalidRequest("--max-running-requests: the worker behind --target has its own; leave one of them out")
     if arguments.target is None and any(getattr(arguments, name) for name in ACCESS_ARGUMENTS):
@@ -110,15 +110,19 @@ def trace(arguments: argparse.Namespace) -> int:
 
 def table(timelines: Sequence[Timeline]) -> list[str]:
     """The totals of each run side by side, and what a reader must know."""
-    lines = [f"{'':<16}" + "".join(f"{each.name:>12}" for each in timelines)]
+    width = max(12, *(len(each.name) + 2 for each in timelines))
+    lines = [f"{'':<16}" + "".join(f"{each.name:>{width}}" for each in timelines)]
     for name, label, unit, digits, _ in TOTALS:
         values = [getattr(each.totals, name) * (100 if unit == "%" else 1) for each in timelines]
-        lines.append(f"{f'{label} [{unit}]' if unit else label:<16}" + "".join(f"{v:>12,.{digits}f}" for v in values))
+        lines.append(
+            f"{f'{label} [{unit}]' if unit else label:<16}"
+            + "".join(f"{value:>{width},.{digits}f}" for value in values)
+        )
     lines += [f"{each.name}: {note}" for each in timelines for note in each.notes]
     return lines
 
 
-def _prompts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def prompts_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """What to send: the options of each request; those of the dataset go before the flags."""
     if arguments.dataset is None:
         with resources.as_file(resources.files("fdfo_client.trace").joinpath("prompts.jsonl")) as path:

@@ -52,7 +52,7 @@ function blockDetails(run, lane, block) {
     const token = tokens.get(offset);
     if (!token) return make("i", { class: first + offset < lane.promptTokens ? "prompt" : "", title: first + offset < lane.promptTokens ? "prompt" : "not part of the answer" }, "");
     const rgb = stepColour(state.colours, token[1], state.lastStep);
-    return make("i", { style: `background: rgb(${rgb}); color: var(--on-step)`, title: `step ${token[1]}, position ${first + offset}` }, token[2]);
+    return make("i", { style: `background: rgb(${rgb}); color: var(--on-step)`, title: `step ${token[1]}, position ${first + offset}` }, shownToken(token[2]));
   });
   return [
     laneTitle(run, lane, `, block ${block.index}`),

@@ -216,7 +216,7 @@ class Drawing {
       const begin = block.steps[step][0], next = step + 1 < block.steps.length ? Math.min(block.steps[step + 1][0], to) : to;
       this.bar(next, to, y, cell - inner, `rgba(${rgb}, ${isOpen ? 0.8 : KEPT})`);
       this.bar(begin, next, y, cell - inner, `rgb(${rgb})`);
-      if (isOpen) this.label(text, begin, to, y + cell / 2, colours["on-step"], TOKEN_FONT);
+      if (isOpen) this.label(shownToken(text), begin, to, y + cell / 2, colours["on-step"], TOKEN_FONT);
     }
     this.drawSeams(block, top, height);
     if (state.block === block) {
@@ -271,7 +271,7 @@ class Drawing {
     const { context, colours, state } = this, { end, x, text, left } = this.endLabel();
     if (x < 0 || x > this.width) return;
     context.globalAlpha = 0.6;
-    if (end < state.end) this.bar(end, state.end, AXIS_PX, layout.height - AXIS_PX, colours.card);
+    this.bar(end, state.to, AXIS_PX, layout.height - AXIS_PX, colours.card);
     context.globalAlpha = 1;
     context.fillStyle = colours.text;
     context.fillRect(x, AXIS_PX - 6, 1, layout.height - AXIS_PX);
@@ -279,6 +279,11 @@ class Drawing {
     context.fillStyle = colours.text;
     context.fillText(text, left, AXIS_PX / 2);
   }
+}
+
+// White space on its own can be seen.
+function shownToken(text) {
+  return text.trim() ? text : text.replaceAll(" ", "␣").replaceAll("\n", "⏎");
 }
 
 // A time with as many digits as steps of `step` ms need.

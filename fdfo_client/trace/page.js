@@ -273,6 +273,12 @@ function stepLane(by) {
   lanes[Math.min(Math.max(place, 0), lanes.length - 1)]?.focus();
 }
 
+// trace.html#1/0/2 points at run 1, its lane 0 and the lane's block 2, all counted from 0.
+function selectByAddress() {
+  const [run, lane, block] = location.hash.slice(1).split("/").map(Number), at = data.runs[run];
+  if (at?.lanes[lane]) select(at, at.lanes[lane], at.lanes[lane].blocks[block] ?? null);
+}
+
 const ROOT = document.documentElement;
 function changeTheme() {
   const isDark = ROOT.dataset.theme ? ROOT.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
@@ -309,9 +315,11 @@ document.addEventListener("dblclick", (event) => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", takeColours);
 addEventListener("resize", redraw);
+addEventListener("hashchange", selectByAddress);
 
 buildHeader();
 buildTotals();
 buildRuns();
 for (const view of views) buildLabels(view);
 takeColours();
+selectByAddress();

@@ -17,7 +17,7 @@ from fdfo.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._channel import CHANNEL_OPTIONS, Connection
-from fdfo_client._errors import FdfoError, error_from_rpc
+from fdfo_client._errors import FdfoError, UnexpectedServer, error_from_rpc
 from fdfo_client._retry import RetryPolicy
 from fdfo_client._types import Committed, Event, Finished, ServerInfo, Started
 
@@ -147,7 +147,7 @@ async def record(
     async with AsyncClient(target, retry=retry, tls=access.tls, api_key=access.api_key) as client:
         server = await client.server_info()
         if is_cold:
-            await client.generate("warm up", max_new_tokens=2 * server.block_size, ignore_eos=True)
+            await client.generate(prompt_ids=[0], max_new_tokens=2 * server.block_size, ignore_eos=True)
         recorder = Recorder(lambda options: client.stream(**options))
         recorder.on_event = lambda: on_progress(recorder.num_ended, len(prompts))
         async with watching(target, access, recorder.rounds):
@@ -175,6 +175,8 @@ async def watching(target: str, access: Access, rounds: list[pb.WatchRoundsRespo
         if reading.done():
             await reading
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise UnexpectedServer(f"{target} does not tell of its rounds: it is of an older version") from error
         raise error_from_rpc(error, target, connection.explain) from error
     finally:
         reading.cancel()

@@ -6,9 +6,9 @@ import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client._types import server_info_from_proto
-from fdfo_client.trace.clocks import offset_between
+from fdfo_client.trace.clocks import Span, offset_between
 from fdfo_client.trace.record import Recording
-from fdfo_client.trace.timeline import Span, Token, shown_prompt, timeline
+from fdfo_client.trace.timeline import Token, shown_prompt, timeline
 from tests.client.traces import prompts, recorded, row, sent, server, told
 from tests.worker.scripted import BLOCK
 
