@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench bench-quick eval test test-long openai-check chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
+.PHONY: help venv demo trace-picture bench bench-quick eval test test-long openai-check chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -33,6 +33,11 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP) ## start both services, send 12 prompts at once, compare FDFO with sync
 	@$(BIN)/python tools/demo.py
+
+trace-picture: $(STAMP) ## the picture of `fdfo trace` in the README, anew; needs Chromium
+	$(BIN)/fdfo trace --html fdfo-trace.html --trace-events fdfo-trace.json
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1440,1262 --virtual-time-budget=3000 \
+	  --screenshot=docs/pictures/trace.png "file://$(CURDIR)/fdfo-trace.html#0/0/0"
 
 test: lint typecheck ## lint, types and all tests but the long ones (CI runs this)
 	$(BIN)/python -m pytest

@@ -26,6 +26,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "eval": ("fdfo_client.commands.evaluate", "ask problems with known answers"),
     "bench": ("fdfo_client.commands.bench", "measure a scheduler under load"),
     "replay": ("fdfo_client.commands.replay", "send a recorded load again"),
+    "trace": ("fdfo_client.commands.trace", "see a run: a page with a time line, and a file for trace viewers"),
     "chaos": ("fdfo_client.commands.chaos", "in a checkout: inject faults into services and check what must hold"),
 }
 

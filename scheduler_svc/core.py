@@ -29,6 +29,7 @@ from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.stream import Stream, live_name
 from scheduler_svc.text import TextCodec
 from scheduler_svc.validation import GenerateSpec, Rules, parse_generate
+from scheduler_svc.watch import Watches
 from scheduler_svc.workers import Link, WorkerLink, WorkerLost
 
 CLOSE_POLL_S = 0.05
@@ -65,6 +66,7 @@ class Scheduler:
         self.counters = api.SchedulerCounters()
         self._started_at = time.monotonic()
         self.live: dict[str, Stream] = {}  # by their name
+        self.watches = Watches()
         self.is_closing = False
         self.queue = RequestQueue(
             settings.max_queued_requests,
@@ -148,6 +150,7 @@ class Scheduler:
             on_info=self._check_worker,
             attempts=self._attempts,
             generations=self._generations,
+            watches=self.watches,
             loops=self.loops,
         )
         self.loops.append(loop)
@@ -299,6 +302,7 @@ class Scheduler:
             await asyncio.sleep(CLOSE_POLL_S)
         for stream in self.live.values():
             self.interrupt(stream, Unavailable("the scheduler is shutting down; go on at another with `resumes`"))
+        self.watches.close()
 
     def _drop(self, stream: Stream) -> None:
         stream.held.clear()

@@ -29,6 +29,7 @@ from scheduler_svc.queue import RequestQueue
 from scheduler_svc.replies import RowReply, count_work, read_rows
 from scheduler_svc.request import DEATHS_BEFORE_SUSPICION, Request, RowName
 from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.watch import Watches
 from scheduler_svc.worker_rows import WorkerRows, row_names
 from scheduler_svc.worker_watch import watch_worker
 from scheduler_svc.workers import RECONNECT_EVERY_S, Link, WorkerLost
@@ -50,6 +51,7 @@ class SentRound:
     rows: list[tuple[Request, int]]
     num_taken_pages: int  # by its starts, less those that were given back for them
     reply: asyncio.Task[pb.RunRoundResponse]
+    sent_at: float
 
 
 @dataclass(eq=False)
@@ -64,6 +66,7 @@ class RoundLoop:
     on_info: Callable[[pb.GetWorkerInfoResponse], None]
     attempts: Iterator[int]  # of the whole scheduler, so that no two starts of a request id are ever alike
     generations: Iterator[int]  # likewise: one worker may be met by several loops, one after the other
+    watches: Watches
     loops: list[RoundLoop] = field(default_factory=list)  # of the whole scheduler
     generation: int = 0
     epoch: str = ""
@@ -226,6 +229,7 @@ class RoundLoop:
         if reply in done:
             sent = self._in_flight.popleft()
             with self._own_time():
+                self._tell_watchers(sent, sent.reply.result())
                 self._apply(sent, sent.reply.result())
         if watch in done:
             watch.result()
@@ -261,7 +265,7 @@ class RoundLoop:
         num_taken_pages = rows.send()
         sent_rows = [(row, row.attempt) for row in starting + continuing]
         reply = asyncio.create_task(self._run_round(request))
-        self._in_flight.append(SentRound(request.round_id, sent_rows, num_taken_pages, reply))
+        self._in_flight.append(SentRound(request.round_id, sent_rows, num_taken_pages, reply, self._now()))
         log.debug("round_sent", round_id=request.round_id, starts=len(starting), continues=len(continuing))
         return True
 
@@ -310,6 +314,7 @@ class RoundLoop:
             releases=row_names(self.rows.releases),
             starts=[request.start_row(next(self.attempts)) for request in starting],
             continues=row_names([(row.name, row.attempt) for row in continuing]),
+            want_forward_times=bool(self.watches),
         )
 
     def _max_forwards(self, rows: list[Request]) -> int:
@@ -352,6 +357,10 @@ class RoundLoop:
             raise WorkerLost("the worker is draining")
         self.rows.find_pages(stuck, sent.round_id)
         self.rows.keep_to_allowance()
+
+    def _tell_watchers(self, sent: SentRound, reply: pb.RunRoundResponse) -> None:
+        assert self.info is not None
+        self.watches.tell(self.link.target, self.generation, sent, reply, self._now(), self.info.block_size)
 
     def _is_running(self, request: Request) -> bool:
         """Whether the request runs here and is wanted; one that ended elsewhere, with its stream, is released."""

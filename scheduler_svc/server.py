@@ -50,6 +50,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         client = current_caller()
         return api.AbortResponse(aborted=sum(self._scheduler.abort(name, client) for name in message.request_ids))
 
+    async def WatchRounds(self, message: api.WatchRoundsRequest, context: Context) -> None:
+        try:
+            with self._scheduler.watches.watch(current_caller()) as watcher:
+                await context.send_initial_metadata(())
+                async for round_ in watcher.read():
+                    await context.write(round_)
+        except grpc.aio.InternalError:  # the client is gone
+            raise asyncio.CancelledError from None
+        except ServiceError as error:
+            await abort_with(context, error)
+
     async def GetServerInfo(self, message: api.GetServerInfoRequest, context: Context) -> api.GetServerInfoResponse:
         info = self._scheduler.info()
         info.version = __version__

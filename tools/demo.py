@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fdfo_client import AsyncClient, Committed, FdfoError, Finished, ServerCounters
+from fdfo_client.local_services import local_services
 from fdfo_client.serve import default_model_path
 
 WIDTH = 100
@@ -21,10 +20,6 @@ NUM_ROWS = 4
 TASKS = ("word_problem", "fact", "count", "sort", "word_problem", "repeat") * 2
 TIMEOUT_S = 120.0
 COLOURS = (31, 32, 33, 34, 35, 36)
-
-
-class DemoError(Exception):
-    """The services did not start or did not answer."""
 
 
 @dataclass(frozen=True)
@@ -58,37 +53,10 @@ def read_problems() -> list[Problem]:
     return chosen
 
 
-@contextlib.asynccontextmanager
-async def services(*flags: str) -> AsyncIterator[str]:
-    """`fdfo serve` with one worker; gives the target. What went wrong is in the DemoError."""
-    with tempfile.TemporaryFile() as log:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "fdfo_client", "serve", "--json", "--port", "0", "--workers", "1"),
-            *("--exit-with-parent", "--max-running-requests", str(NUM_ROWS), *flags),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-        )
-        try:
-            assert process.stdout is not None, "it was asked for"
-            line = await process.stdout.readline()
-            if not line:
-                raise DemoError("the services did not start")
-            yield json.loads(line)["targets"][0]
-        except (DemoError, FdfoError) as error:
-            log.seek(0)
-            lines = log.read().decode(errors="replace").splitlines()
-            raise DemoError("\n".join([str(error), "the last lines of their log:", *lines[-20:]])) from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            await process.wait()
-
-
 async def run_mode(name: str, flag: str, problems: Sequence[Problem]) -> Run:
     """Send all problems at once and print what comes, as it comes."""
     run = Run(name)
-    async with services(flag) as target, AsyncClient(target) as client:
+    async with local_services("--max-running-requests", str(NUM_ROWS), flag) as target, AsyncClient(target) as client:
         before = (await client.server_info()).counters
         started_at = time.monotonic()
         asking = [asyncio.create_task(ask(client, run, started_at, *item)) for item in enumerate(problems, 1)]
@@ -167,7 +135,7 @@ def main() -> int:
         fdfo = asyncio.run(run_mode("FDFO", "--dllm-fdfo", problems))
         print("\nsync: all blocks of the batch wait for the slowest.")
         sync = asyncio.run(run_mode("sync", "--no-dllm-fdfo", problems))
-    except (DemoError, FdfoError) as error:
+    except FdfoError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

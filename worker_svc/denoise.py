@@ -334,11 +334,7 @@ class DenoiseLoop:
         for session, num_active, num_waiting in plan.tally:
             round_ = session.active
             assert round_ is not None
-            if round_.first_forward_at is None:
-                round_.first_forward_at = launched_at
-                round_.work.begin_ms = max(launched_at - round_.begun_at, 0.0) * 1000
-            round_.work.forwards += 1
-            round_.work.device_ms += device_ms
+            round_.count_forward(launched_at, self._forward_ended_at, device_ms)
             for work in (self.totals, round_.work):
                 work.denoise_row_forwards += num_active
                 work.waiting_row_forwards += num_waiting

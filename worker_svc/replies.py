@@ -78,6 +78,7 @@ class RowCopies:
             forwards=[self._forwards(entry, row) for entry, row in zip(entries, rows, strict=True)],
             prefilled_tokens=[0 if row is None else row.prefilled_blocks * size for row in rows],
             cached_tokens=[entry.cached_tokens for entry in entries],
+            forwards_before=[entry.joined_after for entry in entries] if self.round_.request.want_forward_times else (),
             end_reasons=[entry.end_reason for entry in entries],
             end_positions=[entry.end_position for entry in entries],
             errors={number: entry.error for number, entry in enumerate(entries) if entry.error},

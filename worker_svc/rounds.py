@@ -34,6 +34,7 @@ class RoundRequest:
     releases: list[RowName]
     starts: list[Start | BadStart]
     continues: list[RowName]
+    want_forward_times: bool = False
     arrived_at: float = 0.0  # seconds of the worker's clock; 0 = when the loop takes it
 
 
@@ -65,6 +66,17 @@ class Round:
     first_forward_at: float | None = None
     eventful: bool = False  # a row is done, ended or in error: FDFO replies
     cancelled: bool = False
+
+    def count_forward(self, launched_at: float, ended_at: float, device_ms: float) -> None:
+        """A forward of the round has ended; times are seconds of the worker's clock."""
+        if self.first_forward_at is None:
+            self.first_forward_at = launched_at
+            self.work.begin_ms = max(launched_at - self.begun_at, 0.0) * 1000
+        self.work.forwards += 1
+        self.work.device_ms += device_ms
+        if self.request.want_forward_times:
+            self.work.forward_begins_us.append(round(ended_at * 1e6 - device_ms * 1e3))
+            self.work.forward_ends_us.append(round(ended_at * 1e6))
 
 
 @dataclass(frozen=True)

@@ -68,4 +68,5 @@ def decode_round(request: pb.RunRoundRequest, rules: StartRules) -> RoundRequest
         releases=decode_names(request.releases, "releases"),
         starts=decode_starts(starts, rules),
         continues=continues,
+        want_forward_times=request.want_forward_times,
     )

@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from fdfo_client import FdfoError
+from fdfo_client.local_services import local_services
 from tools import demo
 
 
@@ -44,8 +46,8 @@ def test_the_error_of_a_service_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
 
     async def start() -> None:
-        async with demo.services("--no-such-flag"):
+        async with local_services("--no-such-flag"):
             raise AssertionError("it must not start")
 
-    with pytest.raises(demo.DemoError, match=r"(?s)did not start.*--no-such-flag"):
+    with pytest.raises(FdfoError, match=r"(?s)did not start.*--no-such-flag"):
         asyncio.run(start())

@@ -57,7 +57,7 @@ def test_wheel_has_the_packages_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".pyi") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi", ".html", ".css", ".js", ".jsonl") or path.name == "py.typed"
     }
     assert packed == wanted
     assert {f"{package}/py.typed" for package in PACKAGES} <= packed

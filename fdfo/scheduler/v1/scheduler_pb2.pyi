@@ -13,10 +13,27 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
+
+class WatchedStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WATCHED_STATUS_UNSPECIFIED: _ClassVar[WatchedStatus]
+    WATCHED_STATUS_RUNNING: _ClassVar[WatchedStatus]
+    WATCHED_STATUS_PREFILLING: _ClassVar[WatchedStatus]
+    WATCHED_STATUS_ENDED: _ClassVar[WatchedStatus]
+    WATCHED_STATUS_RELEASED: _ClassVar[WatchedStatus]
+    WATCHED_STATUS_NO_PLACE: _ClassVar[WatchedStatus]
+    WATCHED_STATUS_FAILED: _ClassVar[WatchedStatus]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
+WATCHED_STATUS_UNSPECIFIED: WatchedStatus
+WATCHED_STATUS_RUNNING: WatchedStatus
+WATCHED_STATUS_PREFILLING: WatchedStatus
+WATCHED_STATUS_ENDED: WatchedStatus
+WATCHED_STATUS_RELEASED: WatchedStatus
+WATCHED_STATUS_NO_PLACE: WatchedStatus
+WATCHED_STATUS_FAILED: WatchedStatus
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -377,3 +394,61 @@ class GetServerInfoResponse(_message.Message):
     uptime_s: float
     unix_time_s: float
     def __init__(self, scheduler_id: _Optional[str] = ..., version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., context_length: _Optional[int] = ..., algorithm: _Optional[str] = ..., fdfo: bool = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., counters: _Optional[_Union[SchedulerCounters, _Mapping]] = ..., rounds_in_flight: _Optional[int] = ..., num_tokens: _Optional[int] = ..., uptime_s: _Optional[float] = ..., unix_time_s: _Optional[float] = ...) -> None: ...
+
+class WatchRoundsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchedRow(_message.Message):
+    __slots__ = ("request_id", "sample_index", "status", "block_index", "accept_length", "forwards_before", "forwards", "began_next")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    FORWARDS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_NEXT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    sample_index: int
+    status: WatchedStatus
+    block_index: int
+    accept_length: int
+    forwards_before: int
+    forwards: int
+    began_next: bool
+    def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., status: _Optional[_Union[WatchedStatus, str]] = ..., block_index: _Optional[int] = ..., accept_length: _Optional[int] = ..., forwards_before: _Optional[int] = ..., forwards: _Optional[int] = ..., began_next: bool = ...) -> None: ...
+
+class WatchRoundsResponse(_message.Message):
+    __slots__ = ("worker", "generation", "round_id", "sent_at_us", "replied_at_us", "forward_begins_us", "forward_ends_us", "forwards", "device_ms", "denoise_row_forwards", "waiting_row_forwards", "prefill_tokens", "rows", "other_rows", "missed_rounds")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    SENT_AT_US_FIELD_NUMBER: _ClassVar[int]
+    REPLIED_AT_US_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_BEGINS_US_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_ENDS_US_FIELD_NUMBER: _ClassVar[int]
+    FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MS_FIELD_NUMBER: _ClassVar[int]
+    DENOISE_ROW_FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_ROW_FORWARDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    generation: int
+    round_id: int
+    sent_at_us: int
+    replied_at_us: int
+    forward_begins_us: _containers.RepeatedScalarFieldContainer[int]
+    forward_ends_us: _containers.RepeatedScalarFieldContainer[int]
+    forwards: int
+    device_ms: float
+    denoise_row_forwards: int
+    waiting_row_forwards: int
+    prefill_tokens: int
+    rows: _containers.RepeatedCompositeFieldContainer[WatchedRow]
+    other_rows: int
+    missed_rounds: int
+    def __init__(self, worker: _Optional[str] = ..., generation: _Optional[int] = ..., round_id: _Optional[int] = ..., sent_at_us: _Optional[int] = ..., replied_at_us: _Optional[int] = ..., forward_begins_us: _Optional[_Iterable[int]] = ..., forward_ends_us: _Optional[_Iterable[int]] = ..., forwards: _Optional[int] = ..., device_ms: _Optional[float] = ..., denoise_row_forwards: _Optional[int] = ..., waiting_row_forwards: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[WatchedRow, _Mapping]]] = ..., other_rows: _Optional[int] = ..., missed_rounds: _Optional[int] = ...) -> None: ...

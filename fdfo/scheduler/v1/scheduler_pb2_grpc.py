@@ -49,6 +49,11 @@ class SchedulerServiceStub(object):
                 request_serializer=fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.WatchRounds = channel.unary_stream(
+                '/fdfo.scheduler.v1.SchedulerService/WatchRounds',
+                request_serializer=fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.WatchRoundsRequest.SerializeToString,
+                response_deserializer=fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.WatchRoundsResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -96,6 +101,15 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchRounds(self, request, context):
+        """Every round from now on, when its reply was applied, for pictures and measurements. The headers come when watching
+        has begun. Who reads slowly misses rounds and is told how many. At most 8 calls at a time, one more is refused with
+        RESOURCE_EXHAUSTED; the stream ends when the scheduler stops.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +127,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.FromString,
                     response_serializer=fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'WatchRounds': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRounds,
+                    request_deserializer=fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.WatchRoundsRequest.FromString,
+                    response_serializer=fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.WatchRoundsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -196,6 +215,33 @@ class SchedulerService(object):
             '/fdfo.scheduler.v1.SchedulerService/GetServerInfo',
             fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.SerializeToString,
             fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRounds(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fdfo.scheduler.v1.SchedulerService/WatchRounds',
+            fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.WatchRoundsRequest.SerializeToString,
+            fdfo_dot_scheduler_dot_v1_dot_scheduler__pb2.WatchRoundsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -120,7 +120,7 @@ class StartRow(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_length: _Optional[int] = ..., prefix_ids: _Optional[bytes] = ..., block_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., block_mask: _Optional[bytes] = ..., step_count: _Optional[int] = ..., algorithm: _Optional[str] = ..., algorithm_params: _Optional[_Mapping[str, float]] = ..., algo_state: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., tokens_left: _Optional[int] = ..., want_first_unmask_steps: bool = ..., want_logprobs: bool = ..., first_unmask_steps: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class RunRoundRequest(_message.Message):
-    __slots__ = ("scheduler_id", "generation", "worker_epoch", "fingerprint", "round_id", "acked_round_id", "mode", "max_forwards", "max_round_ms", "releases", "starts", "continues")
+    __slots__ = ("scheduler_id", "generation", "worker_epoch", "fingerprint", "round_id", "acked_round_id", "mode", "max_forwards", "max_round_ms", "releases", "starts", "continues", "want_forward_times")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class RunRoundRequest(_message.Message):
     RELEASES_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
+    WANT_FORWARD_TIMES_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     generation: int
     worker_epoch: str
@@ -145,10 +146,11 @@ class RunRoundRequest(_message.Message):
     releases: RowNames
     starts: _containers.RepeatedCompositeFieldContainer[StartRow]
     continues: RowNames
-    def __init__(self, scheduler_id: _Optional[str] = ..., generation: _Optional[int] = ..., worker_epoch: _Optional[str] = ..., fingerprint: _Optional[str] = ..., round_id: _Optional[int] = ..., acked_round_id: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., max_forwards: _Optional[int] = ..., max_round_ms: _Optional[int] = ..., releases: _Optional[_Union[RowNames, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[StartRow, _Mapping]]] = ..., continues: _Optional[_Union[RowNames, _Mapping]] = ...) -> None: ...
+    want_forward_times: bool
+    def __init__(self, scheduler_id: _Optional[str] = ..., generation: _Optional[int] = ..., worker_epoch: _Optional[str] = ..., fingerprint: _Optional[str] = ..., round_id: _Optional[int] = ..., acked_round_id: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., max_forwards: _Optional[int] = ..., max_round_ms: _Optional[int] = ..., releases: _Optional[_Union[RowNames, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[StartRow, _Mapping]]] = ..., continues: _Optional[_Union[RowNames, _Mapping]] = ..., want_forward_times: bool = ...) -> None: ...
 
 class RowReplies(_message.Message):
-    __slots__ = ("statuses", "accept_lengths", "done_block_indexes", "done_ids", "has_block", "block_indexes", "block_ids", "block_masks", "step_counts", "algo_states", "forwards", "prefilled_tokens", "cached_tokens", "end_reasons", "end_positions", "errors", "done_first_unmask_steps", "done_logprobs", "block_first_unmask_steps", "block_logprobs")
+    __slots__ = ("statuses", "accept_lengths", "done_block_indexes", "done_ids", "has_block", "block_indexes", "block_ids", "block_masks", "step_counts", "algo_states", "forwards", "prefilled_tokens", "cached_tokens", "end_reasons", "end_positions", "errors", "done_first_unmask_steps", "done_logprobs", "block_first_unmask_steps", "block_logprobs", "forwards_before")
     class ErrorsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +178,7 @@ class RowReplies(_message.Message):
     DONE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIRST_UNMASK_STEPS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FORWARDS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     statuses: _containers.RepeatedScalarFieldContainer[RowStatus]
     accept_lengths: _containers.RepeatedScalarFieldContainer[int]
     done_block_indexes: _containers.RepeatedScalarFieldContainer[int]
@@ -196,7 +199,8 @@ class RowReplies(_message.Message):
     done_logprobs: bytes
     block_first_unmask_steps: bytes
     block_logprobs: bytes
-    def __init__(self, statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., accept_lengths: _Optional[_Iterable[int]] = ..., done_block_indexes: _Optional[_Iterable[int]] = ..., done_ids: _Optional[bytes] = ..., has_block: _Optional[_Iterable[bool]] = ..., block_indexes: _Optional[_Iterable[int]] = ..., block_ids: _Optional[bytes] = ..., block_masks: _Optional[bytes] = ..., step_counts: _Optional[_Iterable[int]] = ..., algo_states: _Optional[_Iterable[bytes]] = ..., forwards: _Optional[_Iterable[int]] = ..., prefilled_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., end_reasons: _Optional[_Iterable[_Union[EndReason, str]]] = ..., end_positions: _Optional[_Iterable[int]] = ..., errors: _Optional[_Mapping[int, str]] = ..., done_first_unmask_steps: _Optional[bytes] = ..., done_logprobs: _Optional[bytes] = ..., block_first_unmask_steps: _Optional[bytes] = ..., block_logprobs: _Optional[bytes] = ...) -> None: ...
+    forwards_before: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., accept_lengths: _Optional[_Iterable[int]] = ..., done_block_indexes: _Optional[_Iterable[int]] = ..., done_ids: _Optional[bytes] = ..., has_block: _Optional[_Iterable[bool]] = ..., block_indexes: _Optional[_Iterable[int]] = ..., block_ids: _Optional[bytes] = ..., block_masks: _Optional[bytes] = ..., step_counts: _Optional[_Iterable[int]] = ..., algo_states: _Optional[_Iterable[bytes]] = ..., forwards: _Optional[_Iterable[int]] = ..., prefilled_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., end_reasons: _Optional[_Iterable[_Union[EndReason, str]]] = ..., end_positions: _Optional[_Iterable[int]] = ..., errors: _Optional[_Mapping[int, str]] = ..., done_first_unmask_steps: _Optional[bytes] = ..., done_logprobs: _Optional[bytes] = ..., block_first_unmask_steps: _Optional[bytes] = ..., block_logprobs: _Optional[bytes] = ..., forwards_before: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PageUsage(_message.Message):
     __slots__ = ("free", "cached", "held", "total")
@@ -219,7 +223,7 @@ class Allowance(_message.Message):
     def __init__(self, rows: _Optional[int] = ..., pages: _Optional[int] = ...) -> None: ...
 
 class RoundWork(_message.Message):
-    __slots__ = ("forwards", "device_ms", "denoise_row_forwards", "waiting_row_forwards", "prefill_tokens", "allocator_calls", "queued_ms", "begin_ms", "reply_ms")
+    __slots__ = ("forwards", "device_ms", "denoise_row_forwards", "waiting_row_forwards", "prefill_tokens", "allocator_calls", "queued_ms", "begin_ms", "reply_ms", "forward_begins_us", "forward_ends_us")
     FORWARDS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MS_FIELD_NUMBER: _ClassVar[int]
     DENOISE_ROW_FORWARDS_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +233,8 @@ class RoundWork(_message.Message):
     QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
     BEGIN_MS_FIELD_NUMBER: _ClassVar[int]
     REPLY_MS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_BEGINS_US_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_ENDS_US_FIELD_NUMBER: _ClassVar[int]
     forwards: int
     device_ms: float
     denoise_row_forwards: int
@@ -238,7 +244,9 @@ class RoundWork(_message.Message):
     queued_ms: float
     begin_ms: float
     reply_ms: float
-    def __init__(self, forwards: _Optional[int] = ..., device_ms: _Optional[float] = ..., denoise_row_forwards: _Optional[int] = ..., waiting_row_forwards: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., allocator_calls: _Optional[int] = ..., queued_ms: _Optional[float] = ..., begin_ms: _Optional[float] = ..., reply_ms: _Optional[float] = ...) -> None: ...
+    forward_begins_us: _containers.RepeatedScalarFieldContainer[int]
+    forward_ends_us: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, forwards: _Optional[int] = ..., device_ms: _Optional[float] = ..., denoise_row_forwards: _Optional[int] = ..., waiting_row_forwards: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., allocator_calls: _Optional[int] = ..., queued_ms: _Optional[float] = ..., begin_ms: _Optional[float] = ..., reply_ms: _Optional[float] = ..., forward_begins_us: _Optional[_Iterable[int]] = ..., forward_ends_us: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RunRoundResponse(_message.Message):
     __slots__ = ("worker_epoch", "round_id", "rows", "pages", "allowance", "work", "draining")
