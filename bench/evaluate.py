@@ -35,10 +35,10 @@ CACHES: Mapping[str, tuple[str, ...]] = {
 }
 # Runs of one model agree in so large a share, or else differ by no more than chance.
 LEAST_SHARE_SAME, LEAST_P = 0.99, 0.01
-ROW = "{:<26}{:>6}{:>12}{:>14}{:>8}{:>10}  {:<16}{:>10}{:>16}{:>8}{:>10}"
+ROW = "{:<26}{:>6}{:>12}{:>14}{:>8}{:>10}  {:<16}{:>10}{:>10}{:>16}{:>8}{:>10}"
 HEAD = (
     *("mode", "cache", "concurrent", "rows/forward", "right", "accuracy", "95 % interval"),
-    *("forwards", "tokens/forward", "same", "p"),
+    *("forwards", "restarts", "tokens/forward", "same", "p"),
 )
 
 
@@ -63,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for mode, flags in MODES.items():
                     with services.schedulers(TINY, [(workers, flags)]) as targets:
                         for concurrency in CONCURRENCIES:
-                            run, rows_per_forward = asyncio.run(_ask(targets, problems, mode, concurrency))
+                            run, rows_per_forward, restarts = asyncio.run(_ask(targets, problems, mode, concurrency))
                             comparison = None if alone is None else compare(alone, run)
                             alone = alone or run
-                            print(line(cache, run, rows_per_forward, comparison), flush=True)
+                            print(line(cache, run, rows_per_forward, restarts, comparison), flush=True)
                             rows.append(
                                 {"cache": cache, "agrees": agrees(run, comparison), "run": run.to_json()}
                                 | {"comparison": comparison and comparison.to_json()}
-                                | {"rows_per_forward": rows_per_forward}
+                                | {"rows_per_forward": rows_per_forward, "restarts": restarts}
                             )
     except (FdfoError, RuntimeError) as error:
         print(f"eval: {error}", file=sys.stderr)
@@ -87,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _ask(
     targets: Sequence[str], problems: Sequence[Problem], name: str, concurrency: int
-) -> tuple[Run, float | None]:
-    """The run, and the mean number of rows in the worker's forwards meanwhile: None where there was no forward."""
+) -> tuple[Run, float | None, int]:
+    """The run; the mean number of rows in the worker's forwards meanwhile, None where there was no forward; and how
+    often a row lost its place and started again, which may add forwards and nothing else."""
     async with AsyncClient(targets) as client:
         before = (await client.server_info()).counters
         run = await ask_all(targets, problems, name=name, concurrency=concurrency)
@@ -96,7 +97,8 @@ async def _ask(
     forwards = after.forwards - before.forwards
     rows = after.denoise_row_forwards + after.waiting_row_forwards
     rows -= before.denoise_row_forwards + before.waiting_row_forwards
-    return run, rows / forwards if forwards else None
+    restarts = after.restarts + after.preemptions - before.restarts - before.preemptions
+    return run, rows / forwards if forwards else None, restarts
 
 
 def agrees(run: Run, comparison: Comparison | None) -> bool:
@@ -107,10 +109,10 @@ def agrees(run: Run, comparison: Comparison | None) -> bool:
     return share is not None and (share >= LEAST_SHARE_SAME or comparison.p > LEAST_P)
 
 
-def line(cache: str, run: Run, rows_per_forward: float | None, comparison: Comparison | None) -> str:
+def line(cache: str, run: Run, rows_per_forward: float | None, restarts: int, comparison: Comparison | None) -> str:
     """A run in one line of the table; `!` at its end if it does not agree. comparison: None for the first run."""
     cells = [run.name, cache, run.settings["concurrency"], shown(rows_per_forward, ".2f"), run.num_right]
-    cells += [shown(run.accuracy, ".1%"), "{:.1%} - {:.1%}".format(*run.interval), run.forwards]
+    cells += [shown(run.accuracy, ".1%"), "{:.1%} - {:.1%}".format(*run.interval), run.forwards, restarts]
     cells += [shown(run.tokens_per_forward, ".2f")]
     cells += ["", ""] if comparison is None else [shown(comparison.share_same, ".1%"), f"{comparison.p:.3g}"]
     return (ROW.format(*cells) + ("" if agrees(run, comparison) else " !")).rstrip()

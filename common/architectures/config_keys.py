@@ -11,6 +11,8 @@ from common.architectures.base import CheckpointError, shorten
 # Far above any published model: a larger number is a broken file, and would keep the loader busy for hours.
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
+# Of plain rotary positions; scaled ones, and those of each kind of layer, have others.
+_ROPE_KEYS = {"rope_type", "rope_theta", "partial_rotary_factor"}
 
 
 class ConfigKeys:
@@ -80,7 +82,8 @@ class ConfigKeys:
         parameters = self._raw.get("rope_parameters")
         if parameters is None:
             return self._raw.get(key, default)
-        if not isinstance(parameters, dict) or parameters.get("rope_type", "default") != "default":
+        is_plain = isinstance(parameters, dict) and parameters.keys() <= _ROPE_KEYS
+        if not is_plain or parameters.get("rope_type", "default") != "default":
             raise CheckpointError(
                 f"config.json: rope_parameters = {shorten(parameters)} is not served: only the default type is"
             )

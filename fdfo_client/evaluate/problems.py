@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,9 +61,13 @@ def reasoning_gym_problems(dataset: str, count: int, seed: int) -> list[Problem]
 
     Raises FdfoError without the package, InvalidRequest for a data set that it does not know.
     """
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise FdfoError("--reasoning-gym: needs the package reasoning-gym; install it: pip install reasoning-gym")
-    package = importlib.import_module("reasoning_gym")
+    try:
+        package = importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise FdfoError(
+            f"--reasoning-gym: needs the package reasoning-gym and what that needs ({error}); install it: pip install "
+            "reasoning-gym"
+        ) from None
     try:
         entries = package.create_dataset(dataset, size=count, seed=seed)
     except ValueError as error:

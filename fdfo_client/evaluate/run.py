@@ -42,7 +42,8 @@ class Run:
     server: what answered, by the names of `ServerInfo`. settings: how it was asked, by the names of `ask_all`.
 
     A failed request is neither right nor wrong: shares are of the problems that were answered. Forwards are the denoise
-    forwards of each request, summed over the requests; they do not depend on how many shared a batch.
+    forwards of each request, summed over the requests; they do not depend on how many shared a batch, but a
+    restart of a row may add one.
     """
 
     name: str

@@ -41,7 +41,7 @@ def a_run(num_right: int, *, num_other_words: int = 0, num_failed: int = 0) -> R
 def test_a_run_agrees_by_its_answers_or_by_chance(run: Run, does_agree: bool) -> None:
     """99 % same answers, or else McNemar's p above 0.01; a failure is never agreement."""
     assert evaluate.agrees(run, compare(a_run(50), run)) == does_agree
-    assert evaluate.line("on", run, 2.5, compare(a_run(50), run)).endswith(" !") != does_agree
+    assert evaluate.line("on", run, 2.5, 0, compare(a_run(50), run)).endswith(" !") != does_agree
 
 
 class FakeServices:
@@ -95,5 +95,5 @@ def test_every_mode_cache_and_concurrency_is_a_row(
     assert len(rows) == len(lines) == 24
     assert [line.endswith(" !") for line in lines] == [not row["agrees"] for row in rows]
     assert sum(not row["agrees"] for row in rows) == num_apart
-    assert rows[0]["comparison"] is None
+    assert rows[0]["comparison"] is None and rows[0]["restarts"] == 0
     assert rows[1]["comparison"]["same_answers"] == 8

@@ -245,8 +245,8 @@ def test_an_against_that_is_nothing_is_refused(capsys: pytest.CaptureFixture[str
 def test_reasoning_gym_is_named_where_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without the package the command fails and says what to install."""
-    monkeypatch.setattr("fdfo_client.evaluate.problems.importlib.util.find_spec", lambda name: None)
+    """Without the package, or what that needs, the command fails and says what to install."""
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # an import of it fails
     assert cli.main(["eval", "--reasoning-gym", "gsm_symbolic"]) == 1
     assert "pip install reasoning-gym" in capsys.readouterr().err
 
@@ -261,9 +261,7 @@ def test_reasoning_gym_problems_are_judged_by_their_number(
         asked.append({"name": name, **options})
         return [{"question": "one?", "answer": "1"}, {"question": "two?", "answer": "2"}]
 
-    package = SimpleNamespace(create_dataset=create_dataset)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
-    monkeypatch.setattr("fdfo_client.evaluate.problems.importlib.util.find_spec", lambda name: package)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
     flags = ("--reasoning-gym", "gsm_symbolic", "--first", "2", "--seed", "7", "--json", "-")
     assert run(FakeScheduler(says(one="that is 1", two="2 or 3")), *flags) == 0
     assert asked == [{"name": "gsm_symbolic", "size": 2, "seed": 7}]

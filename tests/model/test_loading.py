@@ -161,12 +161,14 @@ def test_configuration_defaults() -> None:
 
 
 def test_rotary_keys_as_transformers_5_writes_them() -> None:
-    """rope_parameters stands for rope_theta and partial_rotary_factor; another type than the default is refused."""
+    """rope_parameters stands for rope_theta and partial_rotary_factor; whatever else it may say is refused."""
     raw = {key: value for key, value in TINY_CONFIG.items() if key not in ("rope_theta", "partial_rotary_factor")}
     parameters = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
     assert LLADA2_MOE.backbone(raw | {"rope_parameters": parameters}).rope_theta == 1000.0
-    with pytest.raises(CheckpointError, match="rope_parameters"):
-        LLADA2_MOE.backbone(raw | {"rope_parameters": parameters | {"rope_type": "yarn"}})
+    refused = ({"rope_type": "yarn"}, {"type": "yarn"}, {"factor": 2.0}, {"full_attention": parameters})
+    for given in (*(parameters | more for more in refused), {"full_attention": parameters}, "default"):
+        with pytest.raises(CheckpointError, match="rope_parameters"):
+            LLADA2_MOE.backbone(raw | {"rope_parameters": given})
 
 
 # What is refused: files
