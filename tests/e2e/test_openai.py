@@ -56,11 +56,17 @@ class Door:
         with Client(self.target) as client:
             return client.generate(messages=[{"role": "user", "content": prompt}], **{"max_new_tokens": 64, **options})
 
-    def add(self, target: str) -> None:
-        """One more scheduler behind the gateway; returns when it is used."""
+    def add(self, target: str, name: str) -> None:
+        """One more scheduler behind the gateway; returns when it is used and the model's tokenizer is there."""
         url = f"grpc://{target}"
+
+        def is_used() -> bool:
+            schedulers, tokenizers = self._call("GET", "/workers"), self._call("GET", "/v1/tokenizers")
+            is_healthy = any(it["url"] == url and it["is_healthy"] for it in schedulers["workers"])
+            return is_healthy and any(it["name"] == name for it in tokenizers["tokenizers"])
+
         assert self._call("POST", "/workers", {"url": url})["status"] == "accepted"
-        until(lambda: any(it["url"] == url and it["is_healthy"] for it in self._call("GET", "/workers")["workers"]))
+        until(is_used)
 
     def _call(self, method: str, path: str, body: dict[str, str] | None = None) -> dict[str, Any]:
         connection = http.client.HTTPConnection(self.address, timeout=5)
@@ -93,7 +99,7 @@ def slow(door: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Calla
             flags = ("--max-queued-requests", "1", "--served-model-name", name, *flags)
             process, target = stack.enter_context(service(folder / name, "scheduler_svc", *flags, model=SIMULATED))
             until(lambda: info(target).workers[0].ready)
-            door.add(target)
+            door.add(target, name)
             return process, target
 
         yield start
