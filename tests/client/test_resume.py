@@ -122,7 +122,7 @@ def test_provisional_events_are_nothing_to_go_on_from() -> None:
     with client_of(fake) as (client, _):
         events = list(client.stream("x", provisional_every_forwards=1))
     assert [type(event) for event in events] == [Started, Committed, Provisional, Committed, Committed, Finished]
-    resume = pb.Resume(committed_ids=[ord(char) for char in TEXTS[0]], value=b"1")
+    resume = pb.Resume(committed_ids=[ord(char) for char in TEXTS[0]], value=b"0:1")
     assert list(fake.requests[1].resumes) == [resume] and fake.requests[1].provisional_every_forwards == 1
     only_shows = FakeScheduler(lambda request: [rest(request)[0], shown, LOST])
     with client_of(only_shows, max_retries=2) as (client, waits), pytest.raises(ServerUnavailable):
