@@ -55,7 +55,7 @@ soak: $(STAMP) ## 20 minutes at saturation: memory, descriptors and speed stay a
 	@$(BIN)/python -m tests.chaos soak
 
 docs: $(STAMP) ## the site of docs/ into build/site; fails on a warning
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html; with its search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
 
 lint: $(STAMP) ## ruff: rules and formatting

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md: `python tools/concept_pictures.py`. Text, boxes and arrows, nothing measured."""
+"""Draw the pictures of docs/concepts.md: `python tools/concept_pictures.py`. Boxes, words, arrows; nothing measured."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Drawing:
 
 def block() -> str:
     """Five forwards over one block of eight positions."""
-    words, set_in = "The answer is 4 + 5 = 9".split(), (1, 1, 1, 3, 2, 3, 2, 4)
+    words, set_in = ("The", "answer", "is", "4", "+", "5", "=", "9"), (1, 1, 1, 3, 2, 3, 2, 4)
     drawing = Drawing(960, 300, "One block over five forwards")
     drawing.text(90, 24, "the text before it", "middle")
     drawing.text(90, 41, "KV kept, read only", "middle")
