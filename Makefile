@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo trace-picture bench bench-quick eval test test-long openai-check chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
+.PHONY: help venv demo trace-picture bench bench-quick docs eval test test-long openai-check chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -m venv .venv
 	@echo "  installing $(TORCH)"
 	@$(BIN)/python -m pip install --quiet '$(TORCH)'
-	@echo "  installing fdfo with the extras scheduler, worker, client, bench, gateway, dev"
-	@$(BIN)/python -m pip install --quiet --editable '.[scheduler,worker,client,bench,gateway,dev]'
+	@echo "  installing fdfo with the extras scheduler, worker, client, bench, gateway, docs, dev"
+	@$(BIN)/python -m pip install --quiet --editable '.[scheduler,worker,client,bench,gateway,docs,dev]'
 	@touch $@
 	@echo "  done"
 
@@ -54,6 +54,10 @@ chaos: $(STAMP) ## faults against real processes, all but the soak, and the tabl
 soak: $(STAMP) ## 20 minutes at saturation: memory, descriptors and speed stay as they are
 	@$(BIN)/python -m tests.chaos soak
 
+docs: $(STAMP) ## the site of docs/ into build/site; fails on a warning
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/site/index.html; with its search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
+
 lint: $(STAMP) ## ruff: rules and formatting
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -66,8 +70,9 @@ format: $(STAMP) ## put the code into its form, mend what ruff can mend
 	$(BIN)/ruff format
 	$(BIN)/buf format --write
 
-protos: $(STAMP) ## regenerate the stubs in fdfo/ with the pinned tools
+protos: $(STAMP) ## regenerate the stubs in fdfo/ and the protocol reference with the pinned tools
 	$(BIN)/python tools/generate_stubs.py
+	$(BIN)/python tools/protocol_reference.py
 
 sync-client: $(STAMP) ## make the blocking client anew from the async one
 	$(BIN)/python tools/generate_sync_client.py

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class SchedulerServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """One scheduler: text for prompts, aborts, and what it does.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -57,12 +58,13 @@ class SchedulerServiceStub(object):
 
 
 class SchedulerServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """One scheduler: text for prompts, aborts, and what it does.
+    """
 
     def Generate(self, request, context):
         """Generate text for one prompt. The stream is: one Started; a Committed for each group of newly done blocks that
-        published something, with Provisional events between them on request; one Finished for each sample. An error before the last Finished ends the stream with a gRPC
-        status:
+        published something, with Provisional events between them on request; one Finished for each sample. An error
+        before the last Finished ends the stream with a gRPC status:
         INVALID_ARGUMENT    a field is wrong; google.rpc.BadRequest names it. Nothing was done.
         ALREADY_EXISTS      the request id is live.
         RESOURCE_EXHAUSTED  the queue is full; google.rpc.RetryInfo says when to try again, google.rpc.ErrorInfo whether
@@ -142,7 +144,8 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService(object):
-    """Missing associated documentation comment in .proto file."""
+    """One scheduler: text for prompts, aborts, and what it does.
+    """
 
     @staticmethod
     def Generate(request,

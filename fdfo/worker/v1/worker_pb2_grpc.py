@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """One worker. Schedulers are its only callers.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -57,7 +58,8 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """One worker. Schedulers are its only callers.
+    """
 
     def RunRound(self, request, context):
         """Run one or more forwards over the rows and reply by the rule of the mode. Rounds of a (scheduler id,
@@ -122,7 +124,8 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """Missing associated documentation comment in .proto file."""
+    """One worker. Schedulers are its only callers.
+    """
 
     @staticmethod
     def RunRound(request,
