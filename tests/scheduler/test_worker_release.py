@@ -15,6 +15,7 @@ from tests.scheduler.in_memory import FOLDER
 from tests.worker.scripted import effort, make_loop, start
 from tests.worker.test_executor import PATIENCE_S, GatedRunner
 from worker_svc.executor import Executor
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.server import WorkerServicer
 from worker_svc.settings import WorkerSettings
 
@@ -28,7 +29,7 @@ def test_a_release_acts_on_a_lockstep_round_at_the_next_boundary() -> None:
         loop = make_loop(runner=runner)
         executor = Executor(loop)
         server = grpc.aio.server()
-        servicer = WorkerServicer(executor, loop, FOLDER, WorkerSettings(model_path=FOLDER.path))
+        servicer = WorkerServicer(executor, loop, FOLDER, WorkerSettings(model_path=FOLDER.path), WorkerMetrics())
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
         link = WorkerLink(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", "s")
         await server.start()
