@@ -79,7 +79,7 @@ async def serve(
         ready["metrics"] = f"{settings.host}:{listen(settings.host, settings.metrics_port, metrics.registry)}"
     forget_garbage()
     _set_serving(services, True)
-    log.info("serving", target=targets[0], scheduler_id=scheduler.scheduler_id, workers=settings.workers)
+    log.info("serving", target=targets[0], scheduler_id=scheduler.scheduler_id, workers=settings.workers, **ready)
     print_ready(targets[0], scheduler_id=scheduler.scheduler_id, **ready)
     stop = asyncio.create_task(service.wait_for_stop(settings.exit_with_parent))
     loops = asyncio.create_task(scheduler.run())
