@@ -138,8 +138,9 @@ class WorkerLink:
                 pb.GetWorkerInfoRequest(), timeout=PROBE_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            self.last_error = f"{error.code().name}: {error.details()}"
-            raise WorkerLost(self.last_error, is_death=await self._is_gone(error)) from error
+            self.last_error, reason = f"{error.code().name}: {error.details()}", refusal_reason(error)
+            is_death = reason == "EPOCH_CHANGED" or await self._is_gone(error)  # another life loads, or none is there
+            raise WorkerLost(self.last_error, is_death, reason) from error
         return info
 
     async def _repeat(self, call: Callable[[float], Awaitable[T]], timeout_s: float) -> T:

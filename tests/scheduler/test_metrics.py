@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -25,7 +26,7 @@ def series(bench: Bench) -> dict[tuple[str, ...], float]:
     }
 
 
-def timed_bench(**settings: object) -> Bench:
+def timed_bench(**settings: Any) -> Bench:
     return Bench(make_loop(num_slots=1), link_type=TimedLink, **settings)
 
 
