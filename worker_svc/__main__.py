@@ -28,7 +28,7 @@ from worker_svc.attention import ATTENTION_BACKENDS
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
 from worker_svc.fault_hook import loop_type
-from worker_svc.loading import in_thread
+from worker_svc.loading import exit_beside_threads, in_thread
 from worker_svc.loop_config import LoopConfig
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.model_runner import ModelRunner, TorchModelRunner
@@ -137,8 +137,8 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
 
 
 async def serve(settings: WorkerSettings, load: Callable[[], tuple[ModelFolder, DenoiseLoop]]) -> int:
-    """Load the model, and serve it until a signal (0) or until the device thread fails (1). Health is answered from the
-    start. Raises what `load` raises."""
+    """Load the model, and serve it until a signal (0) or until the device thread fails (1). A signal while that thread
+    is stalled ends it without a drain (1). Health is answered from the start. Raises what `load` raises."""
     metrics = WorkerMetrics()
     service = GrpcService(settings.host, settings.port, [SERVICE_NAME], security=settings, call_metrics=metrics.calls)
     servicer = LoadingServicer()
@@ -177,7 +177,7 @@ async def serve(settings: WorkerSettings, load: Callable[[], tuple[ModelFolder, 
     await asyncio.wait({stop, failure}, return_when=asyncio.FIRST_COMPLETED)
     watch.cancel()
     service.set_serving(False)
-    if failure.done():
+    if failure.done() or metrics.is_stalled:
         await service.stop(0)
         return 1
     log.info("draining")
@@ -201,10 +201,12 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging(settings.log_format, settings.log_level)
     structlog.contextvars.bind_contextvars(service="worker")
     try:
-        return asyncio.run(serve(settings, partial(load_loop, settings)))
+        status = asyncio.run(serve(settings, partial(load_loop, settings)))
     except (ModelFolderError, CheckpointError, SettingsError, ServiceError) as error:
         print(f"worker: {error}", file=sys.stderr)
         return 1
+    exit_beside_threads(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -24,3 +26,11 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
     threading.Thread(target=run, name="load", daemon=True).start()
     return asyncio.wrap_future(result)
+
+
+def exit_beside_threads(status: int) -> None:
+    """End the process at once if it still loads, or if the device thread is stuck: torch aborts a process whose
+    interpreter goes away beneath it."""
+    if any(thread.name in ("load", "device") for thread in threading.enumerate()):
+        sys.stderr.flush()
+        os._exit(status)

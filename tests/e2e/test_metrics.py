@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
 from fdfo_client import Client
 from scheduler_svc.server import SERVICE_NAME as SCHEDULER
-from tests.e2e.served import POLL_S, ROOT, service_ready
+from tests.e2e.served import MODEL, POLL_S, ROOT, service_ready
 from worker_svc.fault_hook import HANG_TOKEN_ID
 from worker_svc.server import SERVICE_NAME as WORKER
 
@@ -40,6 +41,7 @@ class Running:
 
     target: str
     worker_target: str
+    worker: subprocess.Popen[bytes]
     metrics: dict[str, str]  # addresses
     idle: tuple[float, int]
 
@@ -51,7 +53,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HANG_TOKEN_ID, str(HANG_TOKEN))
         of_worker = service_ready(folder / "worker", "worker_svc", *ports, "--stall-timeout-s", f"{STALL_TIMEOUT_S:g}")
-        with of_worker as (_, worker):
+        with of_worker as (worker_process, worker):
             of_scheduler = service_ready(folder / "scheduler", "scheduler_svc", *ports, "--workers", worker["target"])
             with of_scheduler as (process, scheduler):
                 idle = cpu_and_memory(process.pid)
@@ -59,7 +61,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
                     client.wait_ready(20)
                     client.generate("Count from 3 to 7.", max_new_tokens=64, timeout=60)
                 metrics = {"scheduler": scheduler["metrics"], "worker": worker["metrics"]}
-                yield Running(scheduler["target"], worker["target"], metrics, idle)
+                yield Running(scheduler["target"], worker["target"], worker_process, metrics, idle)
 
 
 def cpu_and_memory(pid: int) -> tuple[float, int]:
@@ -132,6 +134,23 @@ def test_an_idle_scheduler_is_small_and_starts_quickly(running: Running) -> None
     assert resident_bytes < 150e6
 
 
+def test_a_worker_is_stopped_while_it_loads() -> None:
+    """SIGTERM ends a real load at once with status 0, and nothing is said to be ready."""
+    words = ["--model-path", str(MODEL), "--port", "0", "--exit-with-parent"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-m", "worker_svc", *words], cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert any("loading" in line for line in iter(process.stderr.readline, ""))
+            process.terminate()
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (0, ""), err
+
+
 def health(target: str, name: str) -> int:
     with grpc.insecure_channel(target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -140,7 +159,8 @@ def health(target: str, name: str) -> int:
 
 def test_a_hung_forward_ends_liveness_and_readiness(running: Running) -> None:
     """A request on which the device thread hangs: health and scrapes are answered all the time, and after the timeout
-    they say so. The scheduler lives. (The last test here: the worker is of no use after it.)"""
+    they say so; SIGTERM ends the worker without a drain. The scheduler lives. (The last test here: it has no worker
+    after it.)"""
     assert [health(running.worker_target, name) for name in ("", WORKER)] == [SERVING, SERVING]
     with grpc.insecure_channel(running.target) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
@@ -154,3 +174,5 @@ def test_a_hung_forward_ends_liveness_and_readiness(running: Running) -> None:
         assert "\nfdfo_worker_stalled 1.0\n" in scrape(running, "worker")
         assert [health(running.target, name) for name in ("", SCHEDULER)] == [SERVING, SERVING]
         call.cancel()
+    running.worker.terminate()
+    assert running.worker.wait(timeout=20) == 1
