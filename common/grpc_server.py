@@ -30,6 +30,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.api_keys import ApiKeys
+from common.call_metrics import CallMetrics
 from common.callers import ApiKeyInterceptor
 from common.errors import ServiceError
 from common.security_settings import SecuritySettings
@@ -67,7 +68,9 @@ class GrpcService:
 
     `server` takes the servicers of `service_names` before `start`; their generated modules must be imported by then
     (reflection reads the descriptors). `security` says who may connect and call; health needs no API key. Raises
-    ServiceError, one line, for files of it that cannot be used.
+    ServiceError, one line, for files of it that cannot be used. `call_metrics` counts the calls.
+
+    Health: the named services are readiness, "" is liveness.
     """
 
     def __init__(
@@ -79,22 +82,23 @@ class GrpcService:
         security: SecuritySettings | None = None,
         max_receive_bytes: int = MAX_MESSAGE_BYTES,
         max_connection_age_s: float | None = None,
+        call_metrics: CallMetrics | None = None,
     ) -> None:
         security = security or SecuritySettings()
-        keys = None if security.api_keys_file is None else ApiKeys(security.api_keys_file)
+        keys = [] if security.api_keys_file is None else [ApiKeyInterceptor(ApiKeys(security.api_keys_file))]
         self.server = grpc.aio.server(
             options=[
                 *_SERVER_OPTIONS,
                 ("grpc.max_receive_message_length", max_receive_bytes),
                 *_age_options(max_connection_age_s),
             ],
-            interceptors=[*([] if keys is None else [ApiKeyInterceptor(keys)]), RefuseUndecodable()],
+            interceptors=[*([] if call_metrics is None else [call_metrics]), *keys, RefuseUndecodable()],
         )
         self._credentials = server_credentials(security)
         self._host = host
         self._port = port
         self._service_names = tuple(service_names)
-        self._health = health.aio.HealthServicer()  # "" is SERVING from the start and stays so
+        self._health = health.aio.HealthServicer()  # "" is SERVING from the start
         self._health_updates: set[asyncio.Task[None]] = set()
         self.is_serving = False
         self._stopping = asyncio.Event()
@@ -109,7 +113,7 @@ class GrpcService:
         reflection.enable_server_reflection(
             (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
         )
-        await self._set_health(serving=False)
+        await self._set_health(self._service_names, False)
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             address = f"{host}:{self._port}"
@@ -127,9 +131,16 @@ class GrpcService:
         return port
 
     def set_serving(self, serving: bool) -> None:
-        """Set the health of the named services. "" is SERVING while the process lives."""
+        """Set the health of the named services: whether they should be called now."""
         self.is_serving = serving
-        update = asyncio.get_running_loop().create_task(self._set_health(serving))
+        self._update_health(self._service_names, serving)
+
+    def set_alive(self, alive: bool) -> None:
+        """Set the health of "": False for a process that only a restart can help."""
+        self._update_health([""], alive)
+
+    def _update_health(self, names: Sequence[str], serving: bool) -> None:
+        update = asyncio.get_running_loop().create_task(self._set_health(names, serving))
         self._health_updates.add(update)  # the loop itself keeps no reference
         update.add_done_callback(self._health_updates.discard)
 
@@ -155,9 +166,9 @@ class GrpcService:
         self.set_serving(False)
         await self.server.stop(grace_s)
 
-    async def _set_health(self, serving: bool) -> None:
+    async def _set_health(self, names: Sequence[str], serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in self._service_names:
+        for name in names:
             await self._health.set(name, status)
 
     def _request_stop(self, cause: str) -> None:

@@ -121,6 +121,8 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
     """The plan that the parsed flags of `add_arguments` ask for."""
     worker = dataclasses.replace(settings_from(WorkerSettings, arguments), exit_with_parent=True)
     scheduler = dataclasses.replace(settings_from(SchedulerSettings, arguments), exit_with_parent=True)
+    if scheduler.metrics_port:
+        raise InvalidRequest("--metrics-port: the services here cannot share one; 0 gives each a free one, see the log")
     with_gateway = arguments.openai_port is not None
     if with_gateway:
         if scheduler.tls_cert_file or scheduler.api_keys_file:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -14,11 +15,13 @@ from common.connection import Tls
 from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
+from common.metrics import listen
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from common.settings import parse_settings
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_svc.config_files import ConfigError, ServedModel, read_algorithm_params, served_models
 from scheduler_svc.core import BadDefaults, Scheduler
+from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.server import SERVICE_NAME, SchedulerServicer
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.validation import MAX_CLIENT_MESSAGE_BYTES
@@ -54,11 +57,14 @@ async def serve(
 ) -> int:
     """Serve until a signal (0) or until a round loop fails (1). `models`: for gateways, our own name first; empty
     without --vllm-grpc."""
-    scheduler = Scheduler(folder, settings, algorithm_params, worker_connector(settings), served_models=models)
+    metrics = SchedulerMetrics()
+    connect = worker_connector(settings)
+    scheduler = Scheduler(folder, settings, algorithm_params, connect, served_models=models, metrics=metrics)
+    metrics.read_from(scheduler)
     engine = [ENGINE_NAME] if models else []
-    service = _service(settings, settings.port, [SERVICE_NAME, *engine])
+    service = _service(settings, settings.port, [SERVICE_NAME, *engine], metrics)
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(scheduler), service.server)
-    services = [service, *(_service(settings, model.port, engine) for model in models[1:])]
+    services = [service, *(_service(settings, model.port, engine, metrics) for model in models[1:])]
     if models:
         from scheduler_svc.gateway import add_to_server  # its packages are an extra
 
@@ -66,11 +72,15 @@ async def serve(
             add_to_server(of_model.server, scheduler, model, lambda: service.is_serving)
     # Ours comes last: it is the one that takes the signals.
     targets = [f"{settings.host}:{await one.start()}" for one in reversed(services)][::-1]
+    ready: dict[str, Any] = {}
+    if models:
+        ready["models"] = {model.name: target for model, target in zip(models, targets, strict=True)}
+    if settings.metrics_port is not None:
+        ready["metrics"] = f"{settings.host}:{listen(settings.host, settings.metrics_port, metrics.registry)}"
     forget_garbage()
     _set_serving(services, True)
-    ready = {model.name: target for model, target in zip(models, targets, strict=False)}
-    log.info("serving", target=targets[0], scheduler_id=scheduler.scheduler_id, workers=settings.workers)
-    print_ready(targets[0], scheduler_id=scheduler.scheduler_id, **({"models": ready} if ready else {}))
+    log.info("serving", target=targets[0], scheduler_id=scheduler.scheduler_id, workers=settings.workers, **ready)
+    print_ready(targets[0], scheduler_id=scheduler.scheduler_id, **ready)
     stop = asyncio.create_task(service.wait_for_stop(settings.exit_with_parent))
     loops = asyncio.create_task(scheduler.run())
     health = asyncio.create_task(_watch_workers(scheduler, services))
@@ -91,7 +101,7 @@ async def serve(
     return 0 if stop.done() else 1
 
 
-def _service(settings: SchedulerSettings, port: int, names: Sequence[str]) -> GrpcService:
+def _service(settings: SchedulerSettings, port: int, names: Sequence[str], metrics: SchedulerMetrics) -> GrpcService:
     return GrpcService(
         settings.host,
         port,
@@ -99,6 +109,7 @@ def _service(settings: SchedulerSettings, port: int, names: Sequence[str]) -> Gr
         security=settings,
         max_receive_bytes=MAX_CLIENT_MESSAGE_BYTES,
         max_connection_age_s=settings.max_connection_age_s,
+        call_metrics=metrics.calls,
     )
 
 

@@ -20,6 +20,7 @@ from fdfo.worker.v1 import worker_pb2 as pb
 from scheduler_svc import discovery, offers
 from scheduler_svc.commit import OutputCommitter
 from scheduler_svc.config_files import ServedModel
+from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.outbox import HOLD_S, Outbox
 from scheduler_svc.queue import RequestQueue
 from scheduler_svc.request import Request
@@ -57,6 +58,7 @@ class Scheduler:
         hold_events_s: float = HOLD_S,
         resolve: discovery.Resolve = discovery.resolve,
         served_models: Sequence[ServedModel] = (),
+        metrics: SchedulerMetrics | None = None,
     ) -> None:
         """`connect` makes the link to a worker from its target and our scheduler id; `hold_events_s`: see Outbox;
         `resolve` gives the targets of a name; `served_models`: names for what must be served too."""
@@ -64,6 +66,7 @@ class Scheduler:
         self.settings = settings
         self.scheduler_id = secrets.token_hex(8)
         self.counters = api.SchedulerCounters()
+        self.metrics = metrics or SchedulerMetrics()
         self._started_at = time.monotonic()
         self.live: dict[str, Stream] = {}  # by their name
         self.watches = Watches()
@@ -147,6 +150,7 @@ class Scheduler:
             settings=self.settings,
             fingerprint=self.folder.fingerprint,
             counters=self.counters,
+            metrics=self.metrics,
             on_info=self._check_worker,
             attempts=self._attempts,
             generations=self._generations,
@@ -163,6 +167,7 @@ class Scheduler:
     async def submit(self, message: api.GenerateRequest, client: str = "") -> Stream:
         """Check a client's request and queue its samples; its first event is Started. Raises a ServiceError. Until a
         first worker has told what it can do, this waits. One that resumes the live one of its id takes its place."""
+        called_at = asyncio.get_running_loop().time()
         with self.queue.place(client):
             await self._rules_known.wait()
         if self.is_closing:
@@ -178,6 +183,7 @@ class Scheduler:
             raise AlreadyLive(spec.request_id)
         self._warn_of_misfit(spec.algorithm)
         queue_position = self._enqueue(stream)
+        self.metrics.submitted(stream, called_at)
         if older is not None:
             self.interrupt(older, TakenOver("another call resumed this request"))
         self.live[name] = stream
@@ -270,6 +276,7 @@ class Scheduler:
     def leave(self, stream: Stream) -> None:
         """The stream's reader is gone or has read the last event."""
         self._abort(stream)
+        self.metrics.left(stream, asyncio.get_running_loop().time())
         if stream.timer is not None:
             stream.timer.cancel()
         for sample in stream.samples:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,13 @@ class RequestQueue:
 
     def __len__(self) -> int:
         return self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        """All that wait, in no order. Calls that only have a place are none yet."""
+        yield from self._suspects
+        for waiting in self._classes.values():
+            yield from waiting.returned
+            yield from itertools.chain.from_iterable(waiting.clients.values())
 
     # In ---------------------------------------------------------------------------------------------------------
 

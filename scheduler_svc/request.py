@@ -56,6 +56,8 @@ class Request:
     is_finished: bool = False
     shown: api.Provisional | None = None  # the last one, without its forwards
     shown_at: int = 0  # forwards when that was looked at
+    block_began_at: float | None = None  # this and the next: see metrics.py
+    block_began_forwards: int = 0
     _incomplete: Snapshot = field(init=False)
     _unread: tuple[pb.RowReplies, int] | None = None  # a newer one, in the reply that brought it
 

@@ -24,6 +24,7 @@ import structlog
 from common.errors import Internal
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
+from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.placement import PrefixMemory, place
 from scheduler_svc.queue import RequestQueue
 from scheduler_svc.replies import RowReply, count_work, read_rows
@@ -63,6 +64,7 @@ class RoundLoop:
     settings: SchedulerSettings
     fingerprint: str
     counters: api.SchedulerCounters
+    metrics: SchedulerMetrics
     on_info: Callable[[pb.GetWorkerInfoResponse], None]
     attempts: Iterator[int]  # of the whole scheduler, so that no two starts of a request id are ever alike
     generations: Iterator[int]  # likewise: one worker may be met by several loops, one after the other
@@ -104,6 +106,7 @@ class RoundLoop:
                     reason=str(lost),
                     is_death=lost.is_death,
                 )
+                self.metrics.worker_lost(lost)
                 await self._requeue_all(lost.is_death)
                 await asyncio.sleep(RECONNECT_EVERY_S)
         self.is_ready = False
@@ -242,7 +245,7 @@ class RoundLoop:
         if heartbeat.worker_epoch != self.epoch:
             raise WorkerLost(f"restarted: its epoch is {heartbeat.worker_epoch}", is_death=True)
         if heartbeat.draining:
-            raise WorkerLost("the worker is draining")
+            raise WorkerLost("the worker is draining", refusal="DRAINING")
         self._update_room(heartbeat.pages, heartbeat.allowance)
 
     # Plan and send ----------------------------------------------------------------------------------------------
@@ -297,10 +300,14 @@ class RoundLoop:
     async def _run_round(self, request: pb.RunRoundRequest) -> pb.RunRoundResponse:
         sent_at = self._now()
         reply = await self.link.run_round(request, self._timeout_s())
-        self.counters.round_trip_ms += (self._now() - sent_at) * 1000
+        seconds = self._now() - sent_at
+        self.counters.round_trip_ms += seconds * 1000
+        self.metrics.round_replied(seconds, reply.work)
         return reply
 
     def _round_message(self, starting: list[Request], continuing: list[Request]) -> pb.RunRoundRequest:
+        for request in starting:
+            self.metrics.started(request, self._now())
         return pb.RunRoundRequest(
             scheduler_id=self.link.scheduler_id,
             generation=self.generation,
@@ -346,15 +353,17 @@ class RoundLoop:
             request.forwards += row.forwards
             if request.cached_tokens is None and row.status in HAS_STARTED:
                 request.cached_tokens = row.cached_tokens  # a later start finds its own pages too
-            if row.done is not None:
-                self.counters.blocks_done += request.commit_block(row.done)
+                self.metrics.prefix_known(request)
+            if row.done is not None and request.commit_block(row.done):
+                self.counters.blocks_done += 1
+                self.metrics.block_done(request, self._now())
             if row.snapshot is not None:
                 request.keep_snapshot(reply.rows, row.snapshot, row.forwards)
             self._settle(request, row, back, stuck)
         self.queue.push_front(back)
         self._update_room(reply.pages, reply.allowance)
         if reply.draining:
-            raise WorkerLost("the worker is draining")
+            raise WorkerLost("the worker is draining", refusal="DRAINING")
         self.rows.find_pages(stuck, sent.round_id)
         self.rows.keep_to_allowance()
 

@@ -177,6 +177,13 @@ class SchedulerSettings(SecuritySettings):
         metavar="SECONDS",
         minimum=0.0,
     )
+    metrics_port: int | None = setting(
+        None,
+        help="port for Prometheus, at /metrics; 0 takes a free one; default: none",
+        metavar="PORT",
+        minimum=0,
+        maximum=65535,
+    )
     log_format: str = setting("console", help="form of the log on stderr", choices=("console", "json"))
     log_level: str = setting("info", help="least important event to log", choices=("debug", "info", "warning", "error"))
     exit_with_parent: bool = setting(False, help="stop as on SIGTERM when standard input closes")

@@ -50,6 +50,9 @@ class Stream:
     unread_provisional: dict[int, api.GenerateResponse] = field(default_factory=dict)  # by sample
     buffered_bytes: int = 0
     is_parked: bool = False
+    called_at: float = 0.0  # this and the next two: see metrics.py
+    has_started: bool = False
+    has_published: bool = False
 
     @property
     def is_finished(self) -> bool:

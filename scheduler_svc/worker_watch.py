@@ -35,6 +35,6 @@ async def watch_worker(
         if info.worker_epoch != epoch:
             raise WorkerLost(f"restarted: its epoch is {info.worker_epoch}", is_death=True)
         if info.draining and not owes_reply():
-            raise WorkerLost("the worker is draining")
+            raise WorkerLost("the worker is draining", refusal="DRAINING")
         if not owes_reply():
             on_pages(info.pages)

@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from common.connection import Connection, Tls
-from common.errors import ServiceError, refusal_reason
+from common.errors import RefusalReason, ServiceError, refusal_reason
 from common.grpc_server import MAX_MESSAGE_BYTES
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
@@ -57,12 +57,14 @@ class WorkerLost(Exception):
     """What this worker held of ours is void: our requests start anew, here or elsewhere.
 
     `is_death`: its process has certainly ended, since another epoch answers or nothing listens at its address. A worker
-    that hangs cannot be told from one that cannot be reached, so neither is a death.
+    that hangs cannot be told from one that cannot be reached, so neither is a death. `refusal`: why it refuses us, if
+    it does.
     """
 
-    def __init__(self, reason: str, is_death: bool = False) -> None:
+    def __init__(self, reason: str, is_death: bool = False, refusal: RefusalReason | None = None) -> None:
         super().__init__(reason)
         self.is_death = is_death
+        self.refusal = refusal
 
 
 class Link(Protocol):
@@ -136,8 +138,9 @@ class WorkerLink:
                 pb.GetWorkerInfoRequest(), timeout=PROBE_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            self.last_error = f"{error.code().name}: {error.details()}"
-            raise WorkerLost(self.last_error, is_death=await self._is_gone(error)) from error
+            self.last_error, reason = f"{error.code().name}: {error.details()}", refusal_reason(error)
+            is_death = reason == "EPOCH_CHANGED" or await self._is_gone(error)  # another life loads, or none is there
+            raise WorkerLost(self.last_error, is_death, reason) from error
         return info
 
     async def _repeat(self, call: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
@@ -149,7 +152,7 @@ class WorkerLink:
                 reason, now = refusal_reason(error), time.monotonic()
                 self.last_error = f"{reason or error.code().name}: {error.details()}"
                 if reason is not None:
-                    raise WorkerLost(self.last_error, is_death=reason == "EPOCH_CHANGED") from error
+                    raise WorkerLost(self.last_error, reason == "EPOCH_CHANGED", reason) from error
                 if await self._is_gone(error):
                     raise WorkerLost(self.last_error, is_death=True) from error
                 give_up_at = now + REPEAT_FOR_S if give_up_at is None else give_up_at

@@ -6,6 +6,9 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads beside a process cost ten times
 
@@ -16,6 +19,7 @@ from common.architectures import CheckpointError
 from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
+from common.metrics import listen
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from common.settings import parse_settings
 from fdfo.worker.v1 import worker_pb2_grpc
@@ -24,12 +28,15 @@ from worker_svc.attention import ATTENTION_BACKENDS
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
 from worker_svc.fault_hook import loop_type
+from worker_svc.loading import exit_beside_threads, in_thread
 from worker_svc.loop_config import LoopConfig
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.model_runner import ModelRunner, TorchModelRunner
 from worker_svc.models.loading import load_model
-from worker_svc.server import SERVICE_NAME, WorkerServicer
+from worker_svc.server import SERVICE_NAME, LoadingServicer, WorkerServicer
 from worker_svc.settings import WorkerSettings, default_kv_tokens
 from worker_svc.warm_up import warm_up
+from worker_svc.watchdog import watch_device
 
 DRAIN_GRACE_S = 10.0
 DRAIN_LINGER_S = 0.2  # rounds that are on their way are told that the worker drains; a closed port looks like a crash
@@ -129,23 +136,48 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
     return folder, loop
 
 
-async def serve(settings: WorkerSettings, folder: ModelFolder, loop: DenoiseLoop) -> int:
-    """Serve until a signal (0) or until the device thread fails (1)."""
-    service = GrpcService(settings.host, settings.port, [SERVICE_NAME], security=settings)
+async def serve(settings: WorkerSettings, load: Callable[[], tuple[ModelFolder, DenoiseLoop]]) -> int:
+    """Load the model, and serve it until a signal (0) or until the device thread fails (1). A signal while that thread
+    is stalled ends it without a drain (1). Health is answered from the start. Raises what `load` raises."""
+    metrics = WorkerMetrics()
+    service = GrpcService(settings.host, settings.port, [SERVICE_NAME], security=settings, call_metrics=metrics.calls)
+    servicer = LoadingServicer()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, service.server)
+    target = f"{settings.host}:{await service.start()}"
+    ready = {}
+    if settings.metrics_port is not None:
+        ready["metrics"] = f"{settings.host}:{listen(settings.host, settings.metrics_port, metrics.registry)}"
+    log.info("loading", target=target, **ready)
+    stop = asyncio.create_task(service.wait_for_stop(settings.exit_with_parent))
+    loading = in_thread(load)
+    waits: set[asyncio.Future[Any]] = {stop, loading}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if stop.done() or loading.exception() is not None:
+        await service.stop(0)
+    if stop.done():
+        loading.cancel()
+        log.info("stopped", hint="before the model was there")
+        return 0
+    folder, loop = loading.result()
     executor = Executor(loop)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-        WorkerServicer(executor, loop, folder, settings), service.server
-    )
-    port = await service.start()
+    metrics.loaded(executor, loop, folder)
+    servicer.servicer = WorkerServicer(executor, loop, folder, settings, metrics)
     forget_garbage()
     service.set_serving(True)
-    log.info("serving", port=port, worker_epoch=loop.epoch)
-    print_ready(f"{settings.host}:{port}", worker_epoch=loop.epoch)
-    stop = asyncio.create_task(service.wait_for_stop(settings.exit_with_parent))
+    log.info("serving", target=target, worker_epoch=loop.epoch)
+    print_ready(target, worker_epoch=loop.epoch, **ready)
+
+    def on_stall(is_stalled: bool) -> None:
+        metrics.is_stalled = is_stalled
+        service.set_alive(not is_stalled)
+        service.set_serving(not is_stalled)
+
+    watch = asyncio.create_task(watch_device(executor, settings.stall_timeout_s, on_stall))
     failure = asyncio.create_task(executor.failed.wait())
     await asyncio.wait({stop, failure}, return_when=asyncio.FIRST_COMPLETED)
+    watch.cancel()
     service.set_serving(False)
-    if failure.done():
+    if failure.done() or metrics.is_stalled:
         await service.stop(0)
         return 1
     log.info("draining")
@@ -169,11 +201,12 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging(settings.log_format, settings.log_level)
     structlog.contextvars.bind_contextvars(service="worker")
     try:
-        folder, loop = load_loop(settings)
-        return asyncio.run(serve(settings, folder, loop))
+        status = asyncio.run(serve(settings, partial(load_loop, settings)))
     except (ModelFolderError, CheckpointError, SettingsError, ServiceError) as error:
         print(f"worker: {error}", file=sys.stderr)
         return 1
+    exit_beside_threads(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +22,7 @@ from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
 from worker_svc.leases import Leases
 from worker_svc.loop_config import LoopConfig
+from worker_svc.loop_state import LoopState, page_usage_message
 from worker_svc.model_runner import ModelRunner
 from worker_svc.replies import RowCopies, copy_rows
 from worker_svc.rounds import Deliver, Round, RoundRequest, RoundRow, Session
@@ -32,16 +32,6 @@ from worker_svc.step import RowFlags, step
 
 ROW_ERRORS = frozenset((pb.ROW_STATUS_NO_KV_SPACE, pb.ROW_STATUS_SLOT_MISSING, pb.ROW_STATUS_BAD_STATE))
 REFUSAL_MEMORY_S = 1.0  # after a start found no space, schedulers share evenly for so long
-
-
-@dataclass(frozen=True)
-class LoopState:
-    """What others may read at any time, as of the last boundary."""
-
-    pages: PageUsage
-    slots_used: int
-    counters: pb.WorkerCounters
-    draining: bool
 
 
 class DenoiseLoop:
@@ -55,6 +45,7 @@ class DenoiseLoop:
         self.epoch = secrets.token_hex(8)
         self.draining = False
         self.totals = pb.WorkerCounters()
+        self.prefill_row_forwards = 0
         self.leases = Leases(config.lease_s, clock, self.totals, self._free_all)
         self.sessions = self.leases.sessions
         self.kv = KVStore.allocate(
@@ -124,6 +115,9 @@ class DenoiseLoop:
             slots_used=self.slots.num_slots - self.slots.num_free,
             counters=counters,
             draining=self.draining,
+            schedulers=len(self.sessions),
+            rounds_waiting=sum(session.num_waiting for session in self.sessions.values()),
+            prefill_row_forwards=self.prefill_row_forwards,
         )
 
     def allowance(self, session: Session) -> pb.Allowance:
@@ -343,6 +337,7 @@ class DenoiseLoop:
             row.entry.committed_block = row.block_index - 1
             row.session.active.eventful = True
             self.totals.blocks_done += 1
+        self.prefill_row_forwards += len(plan.chunks)
         for chunk in plan.chunks:
             assert chunk.row.session.active is not None
             for work in (self.totals, chunk.row.session.active.work):
@@ -459,7 +454,3 @@ class DenoiseLoop:
     @staticmethod
     def _draining_error() -> Refused:
         return Refused("DRAINING", "this worker is shutting down")
-
-
-def page_usage_message(usage: PageUsage) -> pb.PageUsage:
-    return pb.PageUsage(free=usage.free, cached=usage.cached, held=usage.held, total=usage.total)

@@ -17,7 +17,8 @@ import structlog
 
 from common.errors import ServiceError
 from fdfo.worker.v1 import worker_pb2 as pb
-from worker_svc.denoise import DenoiseLoop, LoopState
+from worker_svc.denoise import DenoiseLoop
+from worker_svc.loop_state import LoopState
 from worker_svc.rounds import RoundRequest
 
 T = TypeVar("T")
@@ -36,6 +37,9 @@ class Executor:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self.failed = asyncio.Event()
+        self.is_idle = False  # the thread waits for a call: nothing is to be done
+        self.num_turns = 0  # of the thread: boundaries and forwards that ended
+        self.host_s = 0.0  # of turns with a forward, less the device's time
         self._thread.start()
 
     async def run_round(self, request: RoundRequest) -> pb.RunRoundResponse:
@@ -88,17 +92,33 @@ class Executor:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                busy = self._loop.tick()
-                self._serve_inbox(wait=not busy)
+                self._turn()
         except BaseException:
             log.exception("device_thread_failed")
             self._events.call_soon_threadsafe(self.failed.set)
+
+    def _turn(self) -> None:
+        """A boundary, a forward if there is one, and the calls that wait."""
+        began_at, device_ms = self._loop.clock(), self._loop.totals.device_ms
+        busy = self._loop.tick()
+        if busy:
+            self._serve_inbox(wait=False)
+            device_s = (self._loop.totals.device_ms - device_ms) / 1000
+            self.host_s += max(0.0, self._loop.clock() - began_at - device_s)
+        else:
+            self._serve_inbox(wait=True)
+        self.num_turns += 1
 
     def _serve_inbox(self, wait: bool) -> None:
         """Run the calls that wait; with `wait`, first wait for one."""
         try:
             if wait:
-                self._inbox.get(timeout=IDLE_WAKE_S)()
+                self.is_idle = True
+                try:
+                    call = self._inbox.get(timeout=IDLE_WAKE_S)
+                finally:
+                    self.is_idle = False
+                call()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:

@@ -109,6 +109,11 @@ class Session:
         return self.active is not None or bool(self._waiting)
 
     @property
+    def num_waiting(self) -> int:
+        """Rounds behind the active one."""
+        return len(self._waiting)
+
+    @property
     def following(self) -> Round | None:
         """The round after the active one, if it is here."""
         return self._waiting.get(self._next_round_id)

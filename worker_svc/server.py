@@ -7,13 +7,15 @@ from typing import Any
 import grpc
 
 from common import __version__
-from common.errors import ServiceError, abort_with
+from common.errors import Refused, ServiceError, abort_with
 from common.model_folder import ModelFolder
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
 from worker_svc.algorithms import algorithms_for
-from worker_svc.denoise import DenoiseLoop, page_usage_message
+from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
+from worker_svc.loop_state import page_usage_message
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.settings import WorkerSettings
 from worker_svc.wire import check_scheduler_id, decode_names, decode_round
 
@@ -46,8 +48,16 @@ def algorithm_infos(logit_shift: int = 0) -> list[pb.AlgorithmInfo]:
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """WorkerService over one Executor; see worker.proto for the meaning of each call."""
 
-    def __init__(self, executor: Executor, loop: DenoiseLoop, folder: ModelFolder, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        loop: DenoiseLoop,
+        folder: ModelFolder,
+        settings: WorkerSettings,
+        metrics: WorkerMetrics,
+    ) -> None:
         self._executor = executor
+        self._metrics = metrics
         self._epoch = loop.epoch
         self._start_rules = loop.start_rules
         self._info = pb.GetWorkerInfoResponse(
@@ -71,9 +81,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def RunRound(self, request: pb.RunRoundRequest, context: Context) -> pb.RunRoundResponse:
         try:
-            return await self._executor.run_round(decode_round(request, self._start_rules))
+            reply = await self._executor.run_round(decode_round(request, self._start_rules))
         except ServiceError as error:
             await abort_with(context, error)
+        self._metrics.round_replied(reply.work)
+        return reply
 
     async def ReleaseRequests(self, request: pb.ReleaseRequestsRequest, context: Context) -> pb.ReleaseRequestsResponse:
         try:
@@ -115,3 +127,28 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         info.draining = state.draining
         info.slots_used = state.slots_used
         return info
+
+
+class LoadingServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Refuses all calls until `servicer` is set. A server takes its servicers before it starts, and it starts before
+    the model loads so that probes are answered."""
+
+    def __init__(self) -> None:
+        self.servicer: WorkerServicer | None = None
+
+    async def RunRound(self, request: pb.RunRoundRequest, context: Context) -> pb.RunRoundResponse:
+        return await (await self._loaded(context)).RunRound(request, context)
+
+    async def ReleaseRequests(self, request: pb.ReleaseRequestsRequest, context: Context) -> pb.ReleaseRequestsResponse:
+        return await (await self._loaded(context)).ReleaseRequests(request, context)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        return await (await self._loaded(context)).Heartbeat(request, context)
+
+    async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Context) -> pb.GetWorkerInfoResponse:
+        return await (await self._loaded(context)).GetWorkerInfo(request, context)
+
+    async def _loaded(self, context: Context) -> WorkerServicer:
+        if self.servicer is None:  # what an earlier process at this address held is gone, and its epoch with it
+            await abort_with(context, Refused("EPOCH_CHANGED", "this worker is loading its model; ask again"))
+        return self.servicer

@@ -82,6 +82,20 @@ class WorkerSettings(SecuritySettings):
     lease_s: float = setting(
         30.0, help="seconds without a word after which a scheduler's slots are freed", metavar="SECONDS", minimum=0.1
     )
+    stall_timeout_s: float = setting(
+        300.0,
+        help='the health of "" turns NOT_SERVING when the device has been at one thing for this many seconds; longer '
+        "than the longest forward",
+        metavar="SECONDS",
+        minimum=2.0,
+    )
+    metrics_port: int | None = setting(
+        None,
+        help="port for Prometheus, at /metrics; 0 takes a free one; default: none",
+        metavar="PORT",
+        minimum=0,
+        maximum=65535,
+    )
     log_format: str = setting("console", help="form of the log on stderr", choices=("console", "json"))
     log_level: str = setting("info", help="least important event to log", choices=("debug", "info", "warning", "error"))
     exit_with_parent: bool = setting(False, help="stop as on SIGTERM when standard input closes")

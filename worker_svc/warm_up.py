@@ -53,4 +53,4 @@ def warm_up(loop: DenoiseLoop) -> None:
     loop.leases.forget(loop.sessions[SCHEDULER_ID], Refused("STALE_GENERATION", "the warm-up is over"))
     loop.pool.forget_all()
     loop.totals.Clear()
-    loop.pool.num_calls = 0
+    loop.pool.num_calls = loop.prefill_row_forwards = 0

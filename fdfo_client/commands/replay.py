@@ -33,6 +33,8 @@ NOT_VIRTUAL = (
     "host",
     "port",
     "workers",
+    "metrics_port",
+    "stall_timeout_s",
     "log_format",
     "log_level",
     "exit_with_parent",

@@ -136,6 +136,14 @@ def test_ports_of_the_schedulers() -> None:
     assert serve.plan_from(parse("--port", "0", "--schedulers", "2"), {}).scheduler_ports == (0, 0)
 
 
+def test_services_of_one_machine_do_not_share_a_metrics_port() -> None:
+    """0 goes to all of them, and any other port is refused."""
+    for command in commands("--metrics-port", "0"):
+        assert "--metrics-port=0" in command
+    with pytest.raises(InvalidRequest, match=r"--metrics-port: .*0 gives each a free one"):
+        commands("--metrics-port", "9100")
+
+
 def test_a_gateway_is_planned_when_asked_for() -> None:
     """With --openai-port schedulers serve the gateway's protocol, at ports that they keep, and it is told of them."""
     plain, made = (serve.plan_from(parse("--model-path", "m", *argv), {}) for argv in ([], ["--openai-port", "8000"]))

@@ -84,6 +84,15 @@ def service(
     log: Path, module: str, *flags: str, port: str = "0", model: Path = MODEL
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """One of the services, on a free port; it ends with the test. Its process and its target."""
+    with service_ready(log, module, *flags, port=port, model=model) as (process, ready):
+        yield process, ready["target"]
+
+
+@contextlib.contextmanager
+def service_ready(
+    log: Path, module: str, *flags: str, port: str = "0", model: Path = MODEL
+) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+    """The same, with all that its ready line says."""
     words = ["--model-path", str(model), "--port", port, "--exit-with-parent", *flags]
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -98,7 +107,7 @@ def service(
         try:
             line = process.stdout.readline()
             assert line, log.read_text()
-            yield process, json.loads(line)["target"]
+            yield process, json.loads(line)
         finally:
             process.kill()
             process.wait()

@@ -145,5 +145,14 @@ def test_scheduler_imports_without_torch() -> None:
 
 def test_client_imports_with_the_base_dependencies() -> None:
     """All modules of the client but the one that runs the services import where what only these declare is absent."""
-    services_only = ("structlog", "tokenizers", "jinja2", "yaml", "grpc_health", "grpc_reflection", "smg")
+    services_only = (
+        "structlog",
+        "tokenizers",
+        "jinja2",
+        "yaml",
+        "grpc_health",
+        "grpc_reflection",
+        "smg",
+        "prometheus_client",
+    )
     _import_all(("fdfo", "fdfo_client"), ("torch", "transformers", "safetensors", "numpy", *services_only), (VIRTUAL,))

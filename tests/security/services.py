@@ -23,6 +23,7 @@ from tests.scheduler.in_memory import FOLDER
 from tests.worker.scripted import make_loop
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
+from worker_svc.metrics import WorkerMetrics
 from worker_svc.server import SERVICE_NAME as WORKER_NAME
 from worker_svc.server import WorkerServicer
 from worker_svc.settings import WorkerSettings
@@ -46,7 +47,7 @@ async def scheduler_and_worker(worker: SecuritySettings | None = None, **setting
     loop = make_loop(clock=time.monotonic)  # type: ignore[arg-type]
     executor = Executor(loop)
     worker_service = GrpcService("127.0.0.1", 0, [WORKER_NAME], security=worker)
-    servicer = WorkerServicer(executor, loop, FOLDER, WorkerSettings(model_path=MODEL))
+    servicer = WorkerServicer(executor, loop, FOLDER, WorkerSettings(model_path=MODEL), WorkerMetrics())
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, worker_service.server)
     worker_target = f"127.0.0.1:{await worker_service.start()}"
 

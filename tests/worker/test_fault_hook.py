@@ -1,4 +1,4 @@
-"""The hook that ends a worker cannot be there by accident."""
+"""The hooks that end or hang a worker cannot be there by accident."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import structlog.testing
 
 from tests.worker.scripted import Driver, effort, make_loop, start
 from worker_svc.denoise import DenoiseLoop
-from worker_svc.fault_hook import EXIT_STATUS, KILL_TOKEN_ID, loop_type
+from worker_svc.fault_hook import EXIT_STATUS, HANG_TOKEN_ID, KILL_TOKEN_ID, loop_type
 
 
 def test_without_the_variable_the_loop_is_the_real_one() -> None:
@@ -36,3 +36,19 @@ def test_the_token_ends_the_process(prompt: list[int], monkeypatch: pytest.Monke
     with pytest.raises(SystemExit) as ended:
         Driver(loop).run(starts=[start("a", prompt)])
     assert ended.value.code == EXIT_STATUS
+
+
+def test_the_other_token_hangs_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start with it waits for ever; a second variable does not disturb the first."""
+
+    class Hung(Exception):
+        pass
+
+    def wait(_: object) -> None:
+        raise Hung
+
+    monkeypatch.setattr("threading.Event.wait", wait)
+    plain = make_loop()
+    loop = loop_type({KILL_TOKEN_ID: "50", HANG_TOKEN_ID: "51"})(plain.runner, plain.config, plain.clock)
+    with pytest.raises(Hung):
+        Driver(loop).run(starts=[start("a", [5] * 40 + [51])])
