@@ -10,17 +10,17 @@ from functools import partial
 import structlog
 
 from common.api_keys import read_api_key
+from common.configuration import parse_settings
 from common.connection import Tls
 from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
-from common.settings import parse_settings
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_svc.config_files import ConfigError, ServedModel, read_algorithm_params, served_models
 from scheduler_svc.core import BadDefaults, Scheduler
 from scheduler_svc.server import SERVICE_NAME, SchedulerServicer
-from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.settings import ENV_PREFIX, SchedulerSettings
 from scheduler_svc.validation import MAX_CLIENT_MESSAGE_BYTES
 from scheduler_svc.workers import Link, WorkerLink
 
@@ -120,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = parse_settings(
         SchedulerSettings,
         argv,
+        env_prefix=ENV_PREFIX,
         prog="python -m scheduler_svc",
         description="Queue requests and drive workers, block by block.",
         examples=["python -m scheduler_svc --model-path models/tiny-llada2 --workers 127.0.0.1:50052 --port 50051"],

@@ -1,4 +1,4 @@
-"""Flags of the scheduler service."""
+"""Settings of the scheduler service."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from common.security_settings import SecuritySettings
 from common.settings import setting
 
 NAME_PREFIX = "dns:///"
+ENV_PREFIX = "FDFO_SCHEDULER_"
 
 
 def split_target(target: str) -> tuple[str, int]:

@@ -13,11 +13,11 @@ import structlog
 import torch
 
 from common.architectures import CheckpointError
+from common.configuration import parse_settings
 from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
-from common.settings import parse_settings
 from fdfo.worker.v1 import worker_pb2_grpc
 from worker_svc import simulated
 from worker_svc.attention import ATTENTION_BACKENDS
@@ -28,7 +28,7 @@ from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner, TorchModelRunner
 from worker_svc.models.loading import load_model
 from worker_svc.server import SERVICE_NAME, WorkerServicer
-from worker_svc.settings import WorkerSettings, default_kv_tokens
+from worker_svc.settings import ENV_PREFIX, WorkerSettings, default_kv_tokens
 from worker_svc.warm_up import warm_up
 
 DRAIN_GRACE_S = 10.0
@@ -161,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = parse_settings(
         WorkerSettings,
         argv,
+        env_prefix=ENV_PREFIX,
         prog="python -m worker_svc",
         description="Load a model and run rounds over it for schedulers.",
         examples=["python -m worker_svc --model-path models/tiny-llada2 --port 50052"],

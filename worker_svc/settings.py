@@ -1,4 +1,4 @@
-"""Flags of the worker service."""
+"""Settings of the worker service."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from common.security_settings import SecuritySettings
 from common.settings import setting
 
 DEFAULT_MAX_TOTAL_TOKENS = 65_536
+ENV_PREFIX = "FDFO_WORKER_"
 
 
 def default_kv_tokens(context_length: int, page_size: int, max_running_requests: int) -> int:

@@ -26,7 +26,7 @@ ALLOWED = {
 }
 # `fdfo serve` and `fdfo replay --virtual-time` take flags of both services; they may read which there are. The latter
 # also runs both in its process, all of it in a module that is imported when it does.
-SETTINGS = {"common.settings", "scheduler_svc.settings", "worker_svc.settings"}
+SETTINGS = {"common.configuration", "common.settings", "scheduler_svc.settings", "worker_svc.settings"}
 VIRTUAL = "fdfo_client.bench.virtual"
 GATEWAY = "scheduler_svc.gateway"
 ALSO_ALLOWED = {
@@ -37,6 +37,7 @@ ALSO_ALLOWED = {
         "common.errors.ServiceError",
     },
     Path("fdfo_client/serve.py"): SETTINGS,
+    Path("fdfo_client/serve_settings.py"): SETTINGS,
     # What a model folder is, said by who serves it.
     Path("fdfo_client/doctor/model.py"): {"common.model_folder", "common.architectures", "worker_svc.settings"},
     Path("fdfo_client/commands/replay.py"): SETTINGS | {"common.logging"},
