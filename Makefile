@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -m venv .venv
 	@echo "  installing $(TORCH)"
 	@$(BIN)/python -m pip install --quiet '$(TORCH)'
-	@echo "  installing fdfo with the extras scheduler, worker, client, bench, gateway, dev"
-	@$(BIN)/python -m pip install --quiet --editable '.[scheduler,worker,client,bench,gateway,dev]'
+	@echo "  installing fdfo with the extras scheduler, worker, client, bench, gateway, tracing, dev"
+	@$(BIN)/python -m pip install --quiet --editable '.[scheduler,worker,client,bench,gateway,tracing,dev]'
 	@touch $@
 	@echo "  done"
 

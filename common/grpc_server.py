@@ -66,8 +66,8 @@ class GrpcService:
     """A server on one address. To be made and used in one running event loop.
 
     `server` takes the servicers of `service_names` before `start`; their generated modules must be imported by then
-    (reflection reads the descriptors). `security` says who may connect and call; health needs no API key. Raises
-    ServiceError, one line, for files of it that cannot be used.
+    (reflection reads the descriptors). `security` says who may connect and call; health needs no API key.
+    `interceptors` see the calls that may be made. Raises ServiceError, one line, for files that cannot be used.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class GrpcService:
         security: SecuritySettings | None = None,
         max_receive_bytes: int = MAX_MESSAGE_BYTES,
         max_connection_age_s: float | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         security = security or SecuritySettings()
         keys = None if security.api_keys_file is None else ApiKeys(security.api_keys_file)
@@ -88,7 +89,7 @@ class GrpcService:
                 ("grpc.max_receive_message_length", max_receive_bytes),
                 *_age_options(max_connection_age_s),
             ],
-            interceptors=[*([] if keys is None else [ApiKeyInterceptor(keys)]), RefuseUndecodable()],
+            interceptors=[*([] if keys is None else [ApiKeyInterceptor(keys)]), *interceptors, RefuseUndecodable()],
         )
         self._credentials = server_credentials(security)
         self._host = host

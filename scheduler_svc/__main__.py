@@ -16,11 +16,13 @@ from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
+from common.tracing import Tracing, tracing_to
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_svc.config_files import ConfigError, ServedModel, read_algorithm_params, served_models
 from scheduler_svc.core import BadDefaults, Scheduler
 from scheduler_svc.server import SERVICE_NAME, SchedulerServicer
 from scheduler_svc.settings import ENV_PREFIX, SchedulerSettings
+from scheduler_svc.traces import RequestTraces, TraceCalls, TracedLink
 from scheduler_svc.validation import MAX_CLIENT_MESSAGE_BYTES
 from scheduler_svc.workers import Link, WorkerLink
 
@@ -31,7 +33,7 @@ ENGINE_NAME = "vllm.grpc.engine.VllmEngine"  # what gateways call
 log = structlog.get_logger()
 
 
-def worker_connector(settings: SchedulerSettings) -> Callable[[str, str], Link]:
+def worker_connector(settings: SchedulerSettings, traces: RequestTraces | None = None) -> Callable[[str, str], Link]:
     """What makes the link to a worker, with TLS and key as the --worker flags say. Raises ServiceError or ConfigError
     for files that cannot be used."""
     tls = None
@@ -46,19 +48,25 @@ def worker_connector(settings: SchedulerSettings) -> Callable[[str, str], Link]:
         raise ConfigError("--worker-tls-ca-file is missing; it turns on TLS to the workers")
     if settings.worker_api_key_file is not None:
         read_api_key(settings.worker_api_key_file)
-    return partial(WorkerLink, tls=tls, api_key_file=settings.worker_api_key_file)
+    make_link = WorkerLink if traces is None else partial(TracedLink, traces=traces)
+    return partial(make_link, tls=tls, api_key_file=settings.worker_api_key_file)
 
 
 async def serve(
-    settings: SchedulerSettings, folder: ModelFolder, algorithm_params: dict[str, float], models: Sequence[ServedModel]
+    settings: SchedulerSettings,
+    folder: ModelFolder,
+    algorithm_params: dict[str, float],
+    models: Sequence[ServedModel],
+    tracing: Tracing | None = None,
 ) -> int:
     """Serve until a signal (0) or until a round loop fails (1). `models`: for gateways, our own name first; empty
     without --vllm-grpc."""
-    scheduler = Scheduler(folder, settings, algorithm_params, worker_connector(settings), served_models=models)
+    traces = None if tracing is None else RequestTraces(tracing)
+    scheduler = Scheduler(folder, settings, algorithm_params, worker_connector(settings, traces), served_models=models)
     engine = [ENGINE_NAME] if models else []
-    service = _service(settings, settings.port, [SERVICE_NAME, *engine])
+    service = _service(settings, settings.port, [SERVICE_NAME, *engine], traces)
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(scheduler), service.server)
-    services = [service, *(_service(settings, model.port, engine) for model in models[1:])]
+    services = [service, *(_service(settings, model.port, engine, traces) for model in models[1:])]
     if models:
         from scheduler_svc.gateway import add_to_server  # its packages are an extra
 
@@ -91,7 +99,7 @@ async def serve(
     return 0 if stop.done() else 1
 
 
-def _service(settings: SchedulerSettings, port: int, names: Sequence[str]) -> GrpcService:
+def _service(settings: SchedulerSettings, port: int, names: Sequence[str], traces: RequestTraces | None) -> GrpcService:
     return GrpcService(
         settings.host,
         port,
@@ -99,6 +107,7 @@ def _service(settings: SchedulerSettings, port: int, names: Sequence[str]) -> Gr
         security=settings,
         max_receive_bytes=MAX_CLIENT_MESSAGE_BYTES,
         max_connection_age_s=settings.max_connection_age_s,
+        interceptors=() if traces is None else (TraceCalls(traces),),
     )
 
 
@@ -137,7 +146,8 @@ def main(argv: list[str] | None = None) -> int:
         for warning in folder.warnings:
             log.warning("model_folder", path=str(folder.path), hint=warning)
         algorithm_params = read_algorithm_params(settings.dllm_algorithm_config)
-        return asyncio.run(serve(settings, folder, algorithm_params, served_models(settings)))
+        with tracing_to(settings.otlp_traces_endpoint, "fdfo-scheduler", settings.trace_sample_ratio) as tracing:
+            return asyncio.run(serve(settings, folder, algorithm_params, served_models(settings), tracing))
     except (ModelFolderError, ConfigError, ServiceError) as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 1

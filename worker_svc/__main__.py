@@ -18,6 +18,7 @@ from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
+from common.tracing import Tracing, tracing_to
 from fdfo.worker.v1 import worker_pb2_grpc
 from worker_svc import simulated
 from worker_svc.attention import ATTENTION_BACKENDS
@@ -29,6 +30,7 @@ from worker_svc.model_runner import ModelRunner, TorchModelRunner
 from worker_svc.models.loading import load_model
 from worker_svc.server import SERVICE_NAME, WorkerServicer
 from worker_svc.settings import ENV_PREFIX, WorkerSettings, default_kv_tokens
+from worker_svc.traces import TracedExecutor
 from worker_svc.warm_up import warm_up
 
 DRAIN_GRACE_S = 10.0
@@ -129,10 +131,12 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
     return folder, loop
 
 
-async def serve(settings: WorkerSettings, folder: ModelFolder, loop: DenoiseLoop) -> int:
+async def serve(
+    settings: WorkerSettings, folder: ModelFolder, loop: DenoiseLoop, tracing: Tracing | None = None
+) -> int:
     """Serve until a signal (0) or until the device thread fails (1)."""
     service = GrpcService(settings.host, settings.port, [SERVICE_NAME], security=settings)
-    executor = Executor(loop)
+    executor = Executor(loop) if tracing is None else TracedExecutor(loop, tracing)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerServicer(executor, loop, folder, settings), service.server
     )
@@ -171,7 +175,8 @@ def main(argv: list[str] | None = None) -> int:
     structlog.contextvars.bind_contextvars(service="worker")
     try:
         folder, loop = load_loop(settings)
-        return asyncio.run(serve(settings, folder, loop))
+        with tracing_to(settings.otlp_traces_endpoint, "fdfo-worker", sample_ratio=0.0) as tracing:
+            return asyncio.run(serve(settings, folder, loop, tracing))
     except (ModelFolderError, CheckpointError, SettingsError, ServiceError) as error:
         print(f"worker: {error}", file=sys.stderr)
         return 1

@@ -337,6 +337,8 @@ class DenoiseLoop:
             if round_.first_forward_at is None:
                 round_.first_forward_at = launched_at
                 round_.work.begin_ms = max(launched_at - round_.begun_at, 0.0) * 1000
+            if round_.request.forward_times is not None:
+                round_.request.forward_times.append((launched_at, self._forward_ended_at))
             round_.work.forwards += 1
             round_.work.device_ms += device_ms
             for work in (self.totals, round_.work):

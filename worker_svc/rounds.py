@@ -35,6 +35,8 @@ class RoundRequest:
     starts: list[Start | BadStart]
     continues: list[RowName]
     arrived_at: float = 0.0  # seconds of the worker's clock; 0 = when the loop takes it
+    traceparents: list[str] = field(default_factory=list)
+    forward_times: list[tuple[float, float]] | None = None  # if wanted: begin and end of each, by the same clock
 
 
 @dataclass(eq=False, slots=True)

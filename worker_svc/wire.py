@@ -13,6 +13,7 @@ from worker_svc.starts import StartRules, decode_starts
 
 MAX_ROWS_PER_ROUND = 4096
 MAX_ID_CHARACTERS = 256
+MAX_TRACED_ROWS = 16
 DEFAULT_ROUND_MS = 1000
 
 
@@ -68,4 +69,5 @@ def decode_round(request: pb.RunRoundRequest, rules: StartRules) -> RoundRequest
         releases=decode_names(request.releases, "releases"),
         starts=decode_starts(starts, rules),
         continues=continues,
+        traceparents=list(request.traceparents[:MAX_TRACED_ROWS]),
     )

@@ -140,11 +140,20 @@ def _import_all(packages: tuple[str, ...], absent: tuple[str, ...], but: tuple[s
 def test_scheduler_imports_without_torch() -> None:
     """All modules of the scheduler and of common import where what only the worker declares is absent, and all but the
     one for gateways without their extra."""
-    absent = ("torch", "transformers", "safetensors", "numpy", "smg_grpc_proto")
+    absent = ("torch", "transformers", "safetensors", "numpy", "smg_grpc_proto", "opentelemetry")
     _import_all(("fdfo", "common", "scheduler_svc"), absent, (GATEWAY,))
 
 
 def test_client_imports_with_the_base_dependencies() -> None:
     """All modules of the client but the one that runs the services import where what only these declare is absent."""
-    services_only = ("structlog", "tokenizers", "jinja2", "yaml", "grpc_health", "grpc_reflection", "smg")
+    services_only = (
+        "structlog",
+        "opentelemetry",
+        "tokenizers",
+        "jinja2",
+        "yaml",
+        "grpc_health",
+        "grpc_reflection",
+        "smg",
+    )
     _import_all(("fdfo", "fdfo_client"), ("torch", "transformers", "safetensors", "numpy", *services_only), (VIRTUAL,))

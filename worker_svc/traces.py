@@ -1,0 +1,68 @@
+"""The spans of a round at the worker: for each row that its scheduler traces one, and its forwards below it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from common.tracing import Attributes, Span, Tracing
+from fdfo.worker.v1 import worker_pb2 as pb
+from worker_svc.denoise import DenoiseLoop
+from worker_svc.executor import Executor
+from worker_svc.rounds import RoundRequest
+
+# Of all traced rows together, so that what a round costs has a bound; `fdfo.forwards` tells how many there were.
+MAX_FORWARD_SPANS = 64
+
+
+class TracedExecutor(Executor):
+    """Spans are made beside the device thread, when the round is over; that thread only notes the times."""
+
+    def __init__(self, loop: DenoiseLoop, tracing: Tracing, now_ns: Callable[[], int] = time.time_ns) -> None:
+        super().__init__(loop)
+        self._tracing = tracing
+        self._now_ns = now_ns
+        self._clock = loop.clock
+
+    async def run_round(self, request: RoundRequest) -> pb.RunRoundResponse:
+        spans = self._spans(request)
+        if not spans:
+            return await super().run_round(request)
+        request.forward_times = []
+        fault: str | None = None
+        try:
+            return await super().run_round(request)
+        except BaseException as error:
+            fault = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._end(spans, request.forward_times, fault)
+
+    def _spans(self, request: RoundRequest) -> list[Span]:
+        attributes: Attributes = {
+            "rpc.system": "grpc",
+            "rpc.service": "fdfo.worker.v1.WorkerService",
+            "rpc.method": "RunRound",
+            "fdfo.round_id": request.round_id,
+            "fdfo.rows": len(request.starts) + len(request.continues),
+        }
+        spans = []
+        for traceparent in request.traceparents:
+            span = self._tracing.serve(
+                "fdfo.worker.v1.WorkerService/RunRound", {"traceparent": traceparent}, attributes
+            )
+            if span.is_sampled:
+                spans.append(span)
+        return spans
+
+    def _end(self, spans: list[Span], forward_times: list[tuple[float, float]], fault: str | None) -> None:
+        """`forward_times`: begin and end of each, in seconds of the loop's clock."""
+        now_ns = self._now_ns()
+        clock_began_at_ns = now_ns - round(self._clock() * 1e9)
+        shown = forward_times[: MAX_FORWARD_SPANS // len(spans)]
+        for span in spans:
+            for begun_at, ended_at in shown:
+                forward = span.begin("forward", begun_at_ns=clock_began_at_ns + round(begun_at * 1e9))
+                forward.end(ended_at_ns=clock_began_at_ns + round(ended_at * 1e9))
+            span.set({"fdfo.forwards": len(forward_times)})
+            span.end(ended_at_ns=now_ns, error=fault)
