@@ -57,10 +57,9 @@ async def services(
     *,
     tracing: Tracing | None = None,
     worker_tracing: Tracing | None = None,
-    num_slots: int = 4,
 ) -> AsyncIterator[Running]:
     """The same, with traces."""
-    loop = make_loop(clock=time.monotonic, num_slots=num_slots)  # type: ignore[arg-type]
+    loop = make_loop(clock=time.monotonic)  # type: ignore[arg-type]
     executor = Executor(loop) if worker_tracing is None else TracedExecutor(loop, worker_tracing)
     worker_service = GrpcService("127.0.0.1", 0, [WORKER_NAME], security=worker)
     servicer = WorkerServicer(executor, loop, FOLDER, WorkerSettings(model_path=MODEL))
