@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
 
 from common.tracing import Attributes, Span, Tracing
 from fdfo.worker.v1 import worker_pb2 as pb
@@ -16,12 +16,11 @@ MAX_FORWARD_SPANS = 64
 
 
 class TracedExecutor(Executor):
-    """Spans are made beside the device thread, when the round is over; that thread only notes the times."""
+    """Spans are ended beside the device thread, when the reply is on its way; that thread only notes the times."""
 
-    def __init__(self, loop: DenoiseLoop, tracing: Tracing, now_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, loop: DenoiseLoop, tracing: Tracing) -> None:
         super().__init__(loop)
         self._tracing = tracing
-        self._now_ns = now_ns
         self._clock = loop.clock
 
     async def run_round(self, request: RoundRequest) -> pb.RunRoundResponse:
@@ -36,7 +35,8 @@ class TracedExecutor(Executor):
             fault = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._end(spans, request.forward_times, fault)
+            clock_began_at_ns = time.time_ns() - round(self._clock() * 1e9)
+            asyncio.get_running_loop().call_soon(_end, spans, request.forward_times, clock_began_at_ns, fault)
 
     def _spans(self, request: RoundRequest) -> list[Span]:
         attributes: Attributes = {
@@ -55,14 +55,17 @@ class TracedExecutor(Executor):
                 spans.append(span)
         return spans
 
-    def _end(self, spans: list[Span], forward_times: list[tuple[float, float]], fault: str | None) -> None:
-        """`forward_times`: begin and end of each, in seconds of the loop's clock."""
-        now_ns = self._now_ns()
-        clock_began_at_ns = now_ns - round(self._clock() * 1e9)
-        shown = forward_times[: MAX_FORWARD_SPANS // len(spans)]
-        for span in spans:
-            for begun_at, ended_at in shown:
-                forward = span.begin("forward", begun_at_ns=clock_began_at_ns + round(begun_at * 1e9))
-                forward.end(ended_at_ns=clock_began_at_ns + round(ended_at * 1e9))
-            span.set({"fdfo.forwards": len(forward_times)})
-            span.end(ended_at_ns=now_ns, error=fault)
+
+def _end(
+    spans: list[Span], forward_times: list[tuple[float, float]], clock_began_at_ns: int, fault: str | None
+) -> None:
+    """`forward_times`: begin and end of each, in seconds of a clock that was 0 at `clock_began_at_ns`."""
+    times_ns = [
+        (clock_began_at_ns + round(begun_at * 1e9), clock_began_at_ns + round(ended_at * 1e9))
+        for begun_at, ended_at in forward_times[: MAX_FORWARD_SPANS // len(spans)]
+    ]
+    for span in spans:
+        for begun_at_ns, ended_at_ns in times_ns:
+            span.begin("forward", begun_at_ns=begun_at_ns).end(ended_at_ns=ended_at_ns)
+        span.set({"fdfo.forwards": len(forward_times)})
+        span.end(error=fault)
