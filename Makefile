@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -m venv .venv
 	@echo "  installing $(TORCH)"
 	@$(BIN)/python -m pip install --quiet '$(TORCH)'
-	@echo "  installing fdfo with the extras scheduler, worker, client, bench, gateway, docs, dev"
-	@$(BIN)/python -m pip install --quiet --editable '.[scheduler,worker,client,bench,gateway,docs,dev]'
+	@echo "  installing fdfo with the extras scheduler, worker, client, bench, gateway, tracing, docs, dev"
+	@$(BIN)/python -m pip install --quiet --editable '.[scheduler,worker,client,bench,gateway,tracing,docs,dev]'
 	@touch $@
 	@echo "  done"
 

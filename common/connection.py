@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,12 @@ class _BearingStub:
         self._metadata = (("authorization", f"Bearer {api_key}"),)
 
     def __getattr__(self, name: str) -> Any:
-        return partial(getattr(self._stub, name), metadata=self._metadata)
+        method = getattr(self._stub, name)
+
+        def call(*args: Any, metadata: Sequence[tuple[str, str]] = (), **options: Any) -> Any:
+            return method(*args, metadata=(*self._metadata, *metadata), **options)
+
+        return call
 
 
 # gRPC's words, whether TLS was tried, what it means.

@@ -68,7 +68,8 @@ class GrpcService:
 
     `server` takes the servicers of `service_names` before `start`; their generated modules must be imported by then
     (reflection reads the descriptors). `security` says who may connect and call; health needs no API key. Raises
-    ServiceError, one line, for files of it that cannot be used. `call_metrics` counts the calls.
+    ServiceError, one line, for files of it that cannot be used. `call_metrics` counts the calls; `interceptors` see
+    those that may be made.
 
     Health: the named services are readiness, "" is liveness.
     """
@@ -83,6 +84,7 @@ class GrpcService:
         max_receive_bytes: int = MAX_MESSAGE_BYTES,
         max_connection_age_s: float | None = None,
         call_metrics: CallMetrics | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         security = security or SecuritySettings()
         keys = [] if security.api_keys_file is None else [ApiKeyInterceptor(ApiKeys(security.api_keys_file))]
@@ -92,7 +94,7 @@ class GrpcService:
                 ("grpc.max_receive_message_length", max_receive_bytes),
                 *_age_options(max_connection_age_s),
             ],
-            interceptors=[*([] if call_metrics is None else [call_metrics]), *keys, RefuseUndecodable()],
+            interceptors=[*([] if call_metrics is None else [call_metrics]), *keys, *interceptors, RefuseUndecodable()],
         )
         self._credentials = server_credentials(security)
         self._host = host

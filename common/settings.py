@@ -6,8 +6,8 @@
         port: int = setting(50051, help="port to listen on", minimum=0, maximum=65535)
         verbose: bool = setting(False, help="say more")          # --verbose / --no-verbose
 
-Fields are bool, int, float, str or Path, or one of these or None (absent). A wrong value ends the process with status 2
-and one line that names the flag and what is allowed.
+Fields are bool, int, float, str or Path, or one of these or None (absent). `common.configuration` reads the same
+fields from the environment and from a file too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -37,6 +37,16 @@ class _Flag:
     maximum: float | None
     check: Callable[[str], None] | None
     flag: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A field as whoever reads settings sees it. `default` is dataclasses.MISSING for one that must be given."""
+
+    name: str
+    key: str  # its flag without the dashes before it
+    default: Any
+    from_text: Callable[[str], Any]  # raises ValueError, saying what is allowed
 
 
 def setting(
@@ -77,51 +87,39 @@ def build_parser(
 
 
 def add_flags(parser: argparse._ActionsContainer, cls: type[DataclassInstance], skip: Collection[str] = ()) -> None:
-    """Add the flags of all fields of `cls` but those named in `skip` to a parser or a group of one."""
+    """Add the flags of all fields of `cls` but those named in `skip` to a parser or a group of one. What it parses has
+    the flags that were given and no defaults."""
     for field, flag, kind in _fields(cls):
         if field.name in skip:
             continue
         name = _flag_name(field, flag)
-        required = field.default is dataclasses.MISSING
         if kind is bool:
             parser.add_argument(
                 name,
                 dest=field.name,
                 action=argparse.BooleanOptionalAction,
-                default=field.default,
+                default=argparse.SUPPRESS,
                 help=f"{flag.help} (default: {'on' if field.default else 'off'})",
             )
             continue
-        shown = "" if required or field.default is None else f" (default: {field.default})"
+        shown = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default})"
         parser.add_argument(
             name,
             dest=field.name,
-            type=_converter(kind, flag),
+            type=_flag_type(_converter(kind, flag)),
             choices=flag.choices,
             metavar=flag.metavar,
-            default=None if required else field.default,
-            required=required,
+            default=argparse.SUPPRESS,
             help=(flag.help + shown).replace("%", "%%"),
         )
 
 
-def settings_from(cls: type[S], namespace: argparse.Namespace) -> S:
-    """The settings among parsed arguments; fields that the parser did not have keep their default."""
-    values = {field.name: getattr(namespace, field.name) for field, _, _ in _fields(cls) if field.name in namespace}
-    return cls(**values)
-
-
-def parse_settings(
-    cls: type[S],
-    argv: Sequence[str] | None = None,
-    *,
-    prog: str | None = None,
-    description: str = "",
-    examples: Sequence[str] = (),
+def settings_from(
+    cls: type[S], namespace: argparse.Namespace, below: Mapping[str, Any] = types.MappingProxyType({})
 ) -> S:
-    """Settings from a command line (`sys.argv` when None). Ends the process for --help and for what is wrong."""
-    parser = build_parser(cls, prog or cls.__name__, description, examples)
-    return settings_from(cls, parser.parse_args(argv))
+    """The settings among parsed arguments; a field that was not given is as `below` says, by name, else the default."""
+    names = {field.name for field, _, _ in _fields(cls)}
+    return cls(**{name: value for name, value in (dict(below) | vars(namespace)).items() if name in names})
 
 
 def to_argv(settings: DataclassInstance) -> list[str]:
@@ -152,6 +150,14 @@ def flags_of(cls: type[DataclassInstance]) -> set[str]:
     return names
 
 
+def settings_of(cls: type[DataclassInstance]) -> list[Setting]:
+    """All fields of `cls`, in the order of its flags."""
+    return [
+        Setting(field.name, _flag_name(field, flag).removeprefix("--"), field.default, _converter(kind, flag))
+        for field, flag, kind in _fields(cls)
+    ]
+
+
 def _flag_name(field: dataclasses.Field[Any], flag: _Flag) -> str:
     return flag.flag or "--" + field.name.replace("_", "-")
 
@@ -169,6 +175,7 @@ def _fields(cls: type[DataclassInstance]) -> list[tuple[dataclasses.Field[Any], 
 
 
 def _converter(kind: type, flag: _Flag) -> Callable[[str], Any]:
+    """What makes a value of a text; raises ValueError, saying what is allowed."""
     low, high = flag.minimum, flag.maximum
     if kind in (int, float):
         wanted = "a whole number" if kind is int else "a number"
@@ -180,6 +187,10 @@ def _converter(kind: type, flag: _Flag) -> Callable[[str], Any]:
             wanted += f" of at most {high:g}"
 
     def convert(text: str) -> Any:
+        if kind is bool:
+            if text not in ("true", "false"):
+                raise ValueError(f"{text!r} is neither true nor false")
+            return text == "true"
         if kind in (int, float):
             try:
                 value = kind(text)
@@ -188,13 +199,25 @@ def _converter(kind: type, flag: _Flag) -> Callable[[str], Any]:
             # A comparison with NaN is false, so NaN (infinity apart) never passes.
             inside = (low is None or value >= low) and (high is None or value <= high) and math.isfinite(value)
             if not inside:
-                raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+                raise ValueError(f"{text!r} is not {wanted}")
             return value
+        if flag.choices is not None and text not in flag.choices:
+            raise ValueError(f"{text!r} is none of {', '.join(flag.choices)}")
         if flag.check is not None:
             try:
                 flag.check(text)
             except ValueError as error:
-                raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+                raise ValueError(f"{text!r}: {error}") from None
         return kind(text)
 
     return convert
+
+
+def _flag_type(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    def of_flag(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None  # argparse shows the words of no other
+
+    return of_flag

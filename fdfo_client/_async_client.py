@@ -34,6 +34,7 @@ from fdfo_client._options import GenerateOptions, build_request
 from fdfo_client._progress import Progress
 from fdfo_client._retry import DEFAULT_RETRY, Attempts, RetryPolicy
 from fdfo_client._timeout import Timeout, Watch
+from fdfo_client._tracing import trace_metadata
 from fdfo_client._types import Committed, Completion, Event, Finished, ServerInfo, Started, server_info_from_proto
 
 _POLL_S = 0.1
@@ -113,7 +114,7 @@ class AsyncClient:
         Leaving the loop early aborts the request; of an async generator, when it is closed (`contextlib.aclosing`).
         """
         request, timeout = build_request(prompt, options)
-        return self._events(request, timeout)
+        return self._events(request, timeout, trace_metadata())
 
     async def abort(self, request_id: str, *, timeout: float | None = 10.0) -> bool:
         """End a request, of this client or another; its stream finishes with reason "abort".
@@ -177,14 +178,16 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _events(self, request: pb.GenerateRequest, timeout: Timeout) -> AsyncGenerator[Event, None]:
+    async def _events(
+        self, request: pb.GenerateRequest, timeout: Timeout, metadata: tuple[tuple[str, str], ...]
+    ) -> AsyncGenerator[Event, None]:
         deadline = None if timeout.total is None else time.monotonic() + timeout.total
         endpoints = self._in_turn()
         progress, attempts = Progress(request), Attempts(self._retry, len(endpoints), deadline)
         with Watch(timeout, self._sleep) as watch:
             for endpoint in itertools.cycle(endpoints):
                 remaining = None if deadline is None else max(deadline - time.monotonic(), 0.001)
-                call = endpoint.stub.Generate(progress.next_request(), timeout=remaining)
+                call = endpoint.stub.Generate(progress.next_request(), timeout=remaining, metadata=metadata)
                 try:
                     with self._typed_errors(endpoint):
                         await watch.connect(call)

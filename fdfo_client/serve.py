@@ -19,13 +19,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.settings import add_flags, settings_from, to_argv
+from common.settings import add_flags, to_argv
 from fdfo_client import openai_gateway
 from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
-from fdfo_client._channel import Tls, check_access
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client.child_process import GRACE_S, Child, ServeError, say
+from fdfo_client.serve_settings import OWN_FIELDS, access_to, passed_on
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -33,11 +33,9 @@ MODEL_PATH = Path("models/tiny-llada2")
 PROGRESS_S = 2.0
 POLL_S = 0.1
 
-# Fields of the services' settings that `serve` fills itself.
-_OWN_FIELDS = ("model_path", "port", "workers", "exit_with_parent")
-
 NOTES = """\
-Flags of the services are passed on; a flag that both know goes to both. A service that dies is started again at its
+Flags of the services are passed on; a flag that both know goes to both. So are variables such as FDFO_WORKER_PAGE_SIZE
+and FDFO_SCHEDULER_LOG_LEVEL, where there is no flag. A service that dies is started again at its
 port. The log of all of them is on stderr. Ctrl-C stops everything, a second one at once.
 
 Services run with OMP_WAIT_POLICY=PASSIVE and OMP_NUM_THREADS as --num-threads says, unless the environment sets them:
@@ -114,13 +112,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ]
     for title, settings, names in groups:
         others = {field.name for field in dataclasses.fields(settings)} - names
-        add_flags(parser.add_argument_group(f"flags of {title}"), settings, skip=others | set(_OWN_FIELDS))
+        add_flags(parser.add_argument_group(f"flags of {title}"), settings, skip=others | set(OWN_FIELDS))
 
 
 def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
-    """The plan that the parsed flags of `add_arguments` ask for."""
-    worker = dataclasses.replace(settings_from(WorkerSettings, arguments), exit_with_parent=True)
-    scheduler = dataclasses.replace(settings_from(SchedulerSettings, arguments), exit_with_parent=True)
+    """The plan that the parsed flags of `add_arguments` ask for. Raises InvalidRequest."""
+    worker, scheduler, environment = passed_on(arguments, environment)
     if scheduler.metrics_port:
         raise InvalidRequest("--metrics-port: the services here cannot share one; 0 gives each a free one, see the log")
     with_gateway = arguments.openai_port is not None
@@ -154,29 +151,9 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         environment={"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(worker.num_threads), **environment},
         gateway_command=gateway_command if with_gateway else None,
         gateway_port=arguments.openai_port or 0,
-        access=_access(scheduler),
+        access=access_to(scheduler),
         stop_s=GRACE_S + scheduler.stop_grace_s,
     )
-
-
-def _access(scheduler: SchedulerSettings) -> Access:
-    """How all services here are reached: schedulers as workers, since certificate and keys go to both.
-
-    Raises InvalidRequest for flags with which the scheduler would not reach its workers.
-    """
-    if scheduler.tls_cert_file and not scheduler.worker_tls_ca_file:
-        raise InvalidRequest("--tls-cert-file goes to the workers too; add --worker-tls-ca-file for the way to them")
-    if scheduler.api_keys_file and not scheduler.worker_api_key_file:
-        raise InvalidRequest("--api-keys-file goes to the workers too; add --worker-api-key-file with one of the keys")
-    tls = None
-    try:
-        if scheduler.worker_tls_ca_file:
-            cert_file, key_file = scheduler.worker_tls_cert_file, scheduler.worker_tls_key_file
-            tls = Tls(scheduler.worker_tls_ca_file, cert_file, key_file, scheduler.worker_tls_server_name)
-        check_access(tls, scheduler.worker_api_key_file)
-    except ValueError as error:
-        raise InvalidRequest(f"--worker-tls-..., --worker-api-key-file: {error}") from None
-    return Access(tls=tls, api_key=scheduler.worker_api_key_file)
 
 
 def default_model_path(path: Path = MODEL_PATH) -> Path:

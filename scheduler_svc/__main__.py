@@ -11,19 +11,21 @@ from typing import Any
 import structlog
 
 from common.api_keys import read_api_key
+from common.configuration import parse_settings
 from common.connection import Tls
 from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
 from common.metrics import listen
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
-from common.settings import parse_settings
+from common.tracing import Tracing, tracing_to
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_svc.config_files import ConfigError, ServedModel, read_algorithm_params, served_models
 from scheduler_svc.core import BadDefaults, Scheduler
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.server import SERVICE_NAME, SchedulerServicer
-from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.settings import ENV_PREFIX, SchedulerSettings
+from scheduler_svc.traces import RequestTraces, TraceCalls, TracedLink
 from scheduler_svc.validation import MAX_CLIENT_MESSAGE_BYTES
 from scheduler_svc.workers import Link, WorkerLink
 
@@ -34,7 +36,7 @@ ENGINE_NAME = "vllm.grpc.engine.VllmEngine"  # what gateways call
 log = structlog.get_logger()
 
 
-def worker_connector(settings: SchedulerSettings) -> Callable[[str, str], Link]:
+def worker_connector(settings: SchedulerSettings, traces: RequestTraces | None = None) -> Callable[[str, str], Link]:
     """What makes the link to a worker, with TLS and key as the --worker flags say. Raises ServiceError or ConfigError
     for files that cannot be used."""
     tls = None
@@ -49,22 +51,28 @@ def worker_connector(settings: SchedulerSettings) -> Callable[[str, str], Link]:
         raise ConfigError("--worker-tls-ca-file is missing; it turns on TLS to the workers")
     if settings.worker_api_key_file is not None:
         read_api_key(settings.worker_api_key_file)
-    return partial(WorkerLink, tls=tls, api_key_file=settings.worker_api_key_file)
+    make_link = WorkerLink if traces is None else partial(TracedLink, traces=traces)
+    return partial(make_link, tls=tls, api_key_file=settings.worker_api_key_file)
 
 
 async def serve(
-    settings: SchedulerSettings, folder: ModelFolder, algorithm_params: dict[str, float], models: Sequence[ServedModel]
+    settings: SchedulerSettings,
+    folder: ModelFolder,
+    algorithm_params: dict[str, float],
+    models: Sequence[ServedModel],
+    tracing: Tracing | None = None,
 ) -> int:
     """Serve until a signal (0) or until a round loop fails (1). `models`: for gateways, our own name first; empty
     without --vllm-grpc."""
     metrics = SchedulerMetrics()
-    connect = worker_connector(settings)
+    traces = None if tracing is None else RequestTraces(tracing)
+    connect = worker_connector(settings, traces)
     scheduler = Scheduler(folder, settings, algorithm_params, connect, served_models=models, metrics=metrics)
     metrics.read_from(scheduler)
     engine = [ENGINE_NAME] if models else []
-    service = _service(settings, settings.port, [SERVICE_NAME, *engine], metrics)
+    service = _service(settings, settings.port, [SERVICE_NAME, *engine], metrics, traces)
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(scheduler), service.server)
-    services = [service, *(_service(settings, model.port, engine, metrics) for model in models[1:])]
+    services = [service, *(_service(settings, model.port, engine, metrics, traces) for model in models[1:])]
     if models:
         from scheduler_svc.gateway import add_to_server  # its packages are an extra
 
@@ -101,7 +109,13 @@ async def serve(
     return 0 if stop.done() else 1
 
 
-def _service(settings: SchedulerSettings, port: int, names: Sequence[str], metrics: SchedulerMetrics) -> GrpcService:
+def _service(
+    settings: SchedulerSettings,
+    port: int,
+    names: Sequence[str],
+    metrics: SchedulerMetrics,
+    traces: RequestTraces | None,
+) -> GrpcService:
     return GrpcService(
         settings.host,
         port,
@@ -110,6 +124,7 @@ def _service(settings: SchedulerSettings, port: int, names: Sequence[str], metri
         max_receive_bytes=MAX_CLIENT_MESSAGE_BYTES,
         max_connection_age_s=settings.max_connection_age_s,
         call_metrics=metrics.calls,
+        interceptors=() if traces is None else (TraceCalls(traces),),
     )
 
 
@@ -131,6 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = parse_settings(
         SchedulerSettings,
         argv,
+        env_prefix=ENV_PREFIX,
         prog="python -m scheduler_svc",
         description="Queue requests and drive workers, block by block.",
         examples=["python -m scheduler_svc --model-path models/tiny-llada2 --workers 127.0.0.1:50052 --port 50051"],
@@ -147,7 +163,8 @@ def main(argv: list[str] | None = None) -> int:
         for warning in folder.warnings:
             log.warning("model_folder", path=str(folder.path), hint=warning)
         algorithm_params = read_algorithm_params(settings.dllm_algorithm_config)
-        return asyncio.run(serve(settings, folder, algorithm_params, served_models(settings)))
+        with tracing_to(settings.otlp_traces_endpoint, "fdfo-scheduler", settings.trace_sample_ratio) as tracing:
+            return asyncio.run(serve(settings, folder, algorithm_params, served_models(settings), tracing))
     except (ModelFolderError, ConfigError, ServiceError) as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 1

@@ -18,6 +18,7 @@ from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_svc.core import Scheduler
 from scheduler_svc.stream import Stream
+from scheduler_svc.traces import note_stream
 from scheduler_svc.validation import check_abort
 
 SERVICE_NAME = api.DESCRIPTOR.services_by_name["SchedulerService"].full_name
@@ -73,6 +74,7 @@ async def reading(scheduler: Scheduler, stream: Stream, context: Context) -> Asy
     the status may still wait for the client then."""
     scheduler.end_within(stream, context.time_remaining())
     structlog.contextvars.bind_contextvars(request_id=stream.request_id)
+    note_stream(stream)
     spec, samples = stream.samples[0].spec, stream.samples
     log.info("request_queued", prompt_tokens=len(spec.prompt_ids), algorithm=spec.algorithm, samples=len(samples))
     try:

@@ -1,4 +1,4 @@
-"""Flags of the scheduler service."""
+"""Settings of the scheduler service."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 from common.security_settings import SecuritySettings
 from common.settings import setting
+from common.tracing_settings import TracingSettings
 
 NAME_PREFIX = "dns:///"
+ENV_PREFIX = "FDFO_SCHEDULER_"
 
 
 def split_target(target: str) -> tuple[str, int]:
@@ -48,7 +50,7 @@ def _check_not_empty(text: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerSettings(SecuritySettings):
+class SchedulerSettings(TracingSettings, SecuritySettings):
     """What a scheduler is started with. Names end in their unit; times are seconds or milliseconds."""
 
     model_path: Path = setting(
@@ -186,6 +188,14 @@ class SchedulerSettings(SecuritySettings):
     )
     log_format: str = setting("console", help="form of the log on stderr", choices=("console", "json"))
     log_level: str = setting("info", help="least important event to log", choices=("debug", "info", "warning", "error"))
+    trace_sample_ratio: float = setting(
+        1.0,
+        help="share of the requests that are traced, of those that come without a traceparent; one that has it is "
+        "traced if its client samples it",
+        metavar="SHARE",
+        minimum=0.0,
+        maximum=1.0,
+    )
     exit_with_parent: bool = setting(False, help="stop as on SIGTERM when standard input closes")
     worker_tls_ca_file: Path | None = setting(
         None, help="PEM file with the authorities that signed the workers' certificates; turns TLS on", metavar="FILE"

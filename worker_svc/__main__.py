@@ -16,12 +16,13 @@ import structlog
 import torch
 
 from common.architectures import CheckpointError
+from common.configuration import parse_settings
 from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
 from common.metrics import listen
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
-from common.settings import parse_settings
+from common.tracing import Tracing, tracing_to
 from fdfo.worker.v1 import worker_pb2_grpc
 from worker_svc import simulated
 from worker_svc.attention import ATTENTION_BACKENDS
@@ -34,7 +35,8 @@ from worker_svc.metrics import WorkerMetrics
 from worker_svc.model_runner import ModelRunner, TorchModelRunner
 from worker_svc.models.loading import load_model
 from worker_svc.server import SERVICE_NAME, LoadingServicer, WorkerServicer
-from worker_svc.settings import WorkerSettings, default_kv_tokens
+from worker_svc.settings import ENV_PREFIX, WorkerSettings, default_kv_tokens
+from worker_svc.traces import TracedExecutor
 from worker_svc.warm_up import warm_up
 from worker_svc.watchdog import watch_device
 
@@ -136,7 +138,9 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
     return folder, loop
 
 
-async def serve(settings: WorkerSettings, load: Callable[[], tuple[ModelFolder, DenoiseLoop]]) -> int:
+async def serve(
+    settings: WorkerSettings, load: Callable[[], tuple[ModelFolder, DenoiseLoop]], tracing: Tracing | None = None
+) -> int:
     """Load the model, and serve it until a signal (0) or until the device thread fails (1). A signal while that thread
     is stalled ends it without a drain (1). Health is answered from the start. Raises what `load` raises."""
     metrics = WorkerMetrics()
@@ -159,7 +163,7 @@ async def serve(settings: WorkerSettings, load: Callable[[], tuple[ModelFolder, 
         log.info("stopped", hint="before the model was there")
         return 0
     folder, loop = loading.result()
-    executor = Executor(loop)
+    executor = Executor(loop) if tracing is None else TracedExecutor(loop, tracing)
     metrics.loaded(executor, loop, folder)
     servicer.servicer = WorkerServicer(executor, loop, folder, settings, metrics)
     forget_garbage()
@@ -193,6 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = parse_settings(
         WorkerSettings,
         argv,
+        env_prefix=ENV_PREFIX,
         prog="python -m worker_svc",
         description="Load a model and run rounds over it for schedulers.",
         examples=["python -m worker_svc --model-path models/tiny-llada2 --port 50052"],
@@ -201,7 +206,8 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging(settings.log_format, settings.log_level)
     structlog.contextvars.bind_contextvars(service="worker")
     try:
-        status = asyncio.run(serve(settings, partial(load_loop, settings)))
+        with tracing_to(settings.otlp_traces_endpoint, "fdfo-worker", sample_ratio=0.0) as tracing:
+            status = asyncio.run(serve(settings, partial(load_loop, settings), tracing))
     except (ModelFolderError, CheckpointError, SettingsError, ServiceError) as error:
         print(f"worker: {error}", file=sys.stderr)
         return 1

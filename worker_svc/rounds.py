@@ -36,6 +36,7 @@ class RoundRequest:
     continues: list[RowName]
     want_forward_times: bool = False
     arrived_at: float = 0.0  # seconds of the worker's clock; 0 = when the loop takes it
+    traceparents: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)

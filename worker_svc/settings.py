@@ -1,4 +1,4 @@
-"""Flags of the worker service."""
+"""Settings of the worker service."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 from common.security_settings import SecuritySettings
 from common.settings import setting
+from common.tracing_settings import TracingSettings
 
 DEFAULT_MAX_TOTAL_TOKENS = 65_536
+ENV_PREFIX = "FDFO_WORKER_"
 
 
 def default_kv_tokens(context_length: int, page_size: int, max_running_requests: int) -> int:
@@ -25,7 +27,7 @@ def _check_device(text: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(SecuritySettings):
+class WorkerSettings(TracingSettings, SecuritySettings):
     """What a worker is started with. Names end in their unit."""
 
     model_path: Path = setting(help="folder of the model in the published format", metavar="DIR")

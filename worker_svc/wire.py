@@ -13,6 +13,7 @@ from worker_svc.starts import StartRules, decode_starts
 
 MAX_ROWS_PER_ROUND = 4096
 MAX_ID_CHARACTERS = 256
+MAX_TRACED_ROWS = 16
 DEFAULT_ROUND_MS = 1000
 
 
@@ -69,4 +70,5 @@ def decode_round(request: pb.RunRoundRequest, rules: StartRules) -> RoundRequest
         starts=decode_starts(starts, rules),
         continues=continues,
         want_forward_times=request.want_forward_times,
+        traceparents=list(request.traceparents[:MAX_TRACED_ROWS]),
     )

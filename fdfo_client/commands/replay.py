@@ -52,6 +52,8 @@ NOT_VIRTUAL = (
     "worker_tls_key_file",
     "worker_tls_server_name",
     "worker_api_key_file",
+    "otlp_traces_endpoint",
+    "trace_sample_ratio",
 )
 LONGEST_NETWORK_DELAY_MS = 2000  # beyond, a worker is taken for one that hangs
 

@@ -130,6 +130,35 @@ def test_a_wrong_flag_is_refused_by_name(argv: list[str], named: str, capsys: py
     assert named in capsys.readouterr().err
 
 
+def test_variables_go_where_flags_go() -> None:
+    """A service's variable is passed on as its flag, a flag comes before it, also one with the default, and the
+    services do not see the variables."""
+    environment = {"FDFO_WORKER_PAGE_SIZE": "64", "FDFO_SCHEDULER_LOG_LEVEL": "debug", "FDFO_WORKER_PORT": "tcp://a:1"}
+    environment |= {"FDFO_WORKER_NUM_THREADS": "2", "FDFO_API_KEY": "k", "FDFO_SCHEDULER_MAX_ROUND_MS": "5"}
+    made = serve.plan_from(parse("--model-path", "m", "--max-round-ms", "1000"), environment)
+    worker, scheduler = made.worker_command(1), made.scheduler_command(2, ["w:1"], [])
+    assert worker[3:] == ["--model-path=m", "--port=1", "--page-size=64", "--num-threads=2", "--exit-with-parent"]
+    assert scheduler[3:] == [
+        *("--model-path=m", "--port=2", "--workers=w:1", "--log-level=debug"),
+        "--exit-with-parent",
+    ]
+    assert made.environment == {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "2", "FDFO_API_KEY": "k"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("FDFO_WORKER_PAGE_SIZ", "FDFO_WORKER_PAGE_SIZ: no such setting; did you mean FDFO_WORKER_PAGE_SIZE?"),
+        ("FDFO_WORKER_PAGE_SIZE", "FDFO_WORKER_PAGE_SIZE: 'x' is not a whole number of at least 1"),
+        ("FDFO_SCHEDULER_MODEL_PATH", "FDFO_SCHEDULER_MODEL_PATH: `fdfo serve` sets this itself"),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_name(variable: str, said: str) -> None:
+    """What would end each service at its start is refused before anything is started."""
+    with pytest.raises(InvalidRequest, match=f"^{said}"):
+        serve.plan_from(parse(), {variable: "x"})
+
+
 def test_ports_of_the_schedulers() -> None:
     """The schedulers take P, P+1, ...; port 0 leaves all of them to the system."""
     assert serve.plan_from(parse("--port", "7000", "--schedulers", "3"), {}).scheduler_ports == (7000, 7001, 7002)

@@ -5,14 +5,22 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.settings import add_flags, build_parser, flags_of, parse_settings, setting, settings_from, to_argv
+from common.configuration import parse_settings as parse_all
+from common.settings import add_flags, build_parser, flags_of, setting, settings_from, to_argv
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
+
+S = TypeVar("S", bound=Any)
+
+
+def parse_settings(cls: type[S], argv: list[str]) -> S:
+    return parse_all(cls, argv, env_prefix="X_", environment={})
 
 
 def _even(text: str) -> None:
@@ -47,15 +55,15 @@ def test_each_type_is_read() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "the following arguments are required: --folder"),
+        ("", "--folder: must be given: by this flag, by X_FOLDER or in the file of --config"),
         ("--folder x --count 11", "argument --count: '11' is not a whole number from 0 to 10"),
         ("--folder x --count 1.5", "argument --count: '1.5' is not a whole number from 0 to 10"),
         ("--folder x --limit 0", "argument --limit: '0' is not a whole number of at least 1"),
         ("--folder x --wait nan", "argument --wait: 'nan' is not a number of at least 0.1"),
         ("--folder x --wait inf", "argument --wait: 'inf' is not a number of at least 0.1"),
-        ("--folder x --kind c", "argument --kind: invalid choice: 'c' (choose from"),
+        ("--folder x --kind c", "argument --kind: 'c' is none of a, b"),
         ("--folder x --name odd", "argument --name: 'odd': an even number of characters is needed"),
-        ("--folder x --cou 3", "unrecognized arguments: --cou"),
+        ("--folder x --cou 3", "unrecognized arguments: --cou 3; did you mean --count?"),
     ],
 )
 def test_a_wrong_value_is_refused(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

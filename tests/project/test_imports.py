@@ -26,7 +26,7 @@ ALLOWED = {
 }
 # `fdfo serve` and `fdfo replay --virtual-time` take flags of both services; they may read which there are. The latter
 # also runs both in its process, all of it in a module that is imported when it does.
-SETTINGS = {"common.settings", "scheduler_svc.settings", "worker_svc.settings"}
+SETTINGS = {"common.configuration", "common.settings", "scheduler_svc.settings", "worker_svc.settings"}
 VIRTUAL = "fdfo_client.bench.virtual"
 GATEWAY = "scheduler_svc.gateway"
 ALSO_ALLOWED = {
@@ -37,6 +37,7 @@ ALSO_ALLOWED = {
         "common.errors.ServiceError",
     },
     Path("fdfo_client/serve.py"): SETTINGS,
+    Path("fdfo_client/serve_settings.py"): SETTINGS,
     # What a model folder is, said by who serves it.
     Path("fdfo_client/doctor/model.py"): {"common.model_folder", "common.architectures", "worker_svc.settings"},
     Path("fdfo_client/commands/replay.py"): SETTINGS | {"common.logging"},
@@ -139,7 +140,7 @@ def _import_all(packages: tuple[str, ...], absent: tuple[str, ...], but: tuple[s
 def test_scheduler_imports_without_torch() -> None:
     """All modules of the scheduler and of common import where what only the worker declares is absent, and all but the
     one for gateways without their extra."""
-    absent = ("torch", "transformers", "safetensors", "numpy", "smg_grpc_proto")
+    absent = ("torch", "transformers", "safetensors", "numpy", "smg_grpc_proto", "opentelemetry")
     _import_all(("fdfo", "common", "scheduler_svc"), absent, (GATEWAY,))
 
 
@@ -147,6 +148,7 @@ def test_client_imports_with_the_base_dependencies() -> None:
     """All modules of the client but the one that runs the services import where what only these declare is absent."""
     services_only = (
         "structlog",
+        "opentelemetry",
         "tokenizers",
         "jinja2",
         "yaml",

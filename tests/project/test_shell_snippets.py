@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import re
 import shlex
 import shutil
@@ -75,11 +76,11 @@ def commands(page: str) -> Iterator[str]:
 
 
 def words_of(command: str) -> list[str]:
-    """The words of the last command of a pipe, without the comment behind it."""
+    """The words of the last command of a pipe, without variables before it and the comment behind it."""
     words = shlex.split(command, comments=True)
     while "|" in words:
         words = words[words.index("|") + 1 :]
-    return words
+    return [*itertools.dropwhile(re.compile(r"[A-Z_]+=").match, words)]
 
 
 def reason_not_to_run(words: list[str]) -> str | None:

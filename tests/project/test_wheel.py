@@ -77,7 +77,7 @@ def test_only_the_worker_asks_for_torch(metadata: Message) -> None:
     assert len(torch) == 2
     assert all(line.endswith("""extra == "worker\"""") for line in torch)
     assert any(line.startswith("torch<3,>=2.11") for line in torch)
-    assert {"cli", "client", "scheduler", "worker", "bench", "flashinfer", "gateway", "docs", "dev"} == set(
+    assert {"cli", "client", "scheduler", "worker", "bench", "flashinfer", "gateway", "tracing", "docs", "dev"} == set(
         metadata.get_all("Provides-Extra", [])
     )
 

@@ -120,7 +120,7 @@ class StartRow(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_length: _Optional[int] = ..., prefix_ids: _Optional[bytes] = ..., block_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., block_mask: _Optional[bytes] = ..., step_count: _Optional[int] = ..., algorithm: _Optional[str] = ..., algorithm_params: _Optional[_Mapping[str, float]] = ..., algo_state: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., tokens_left: _Optional[int] = ..., want_first_unmask_steps: bool = ..., want_logprobs: bool = ..., first_unmask_steps: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class RunRoundRequest(_message.Message):
-    __slots__ = ("scheduler_id", "generation", "worker_epoch", "fingerprint", "round_id", "acked_round_id", "mode", "max_forwards", "max_round_ms", "releases", "starts", "continues", "want_forward_times")
+    __slots__ = ("scheduler_id", "generation", "worker_epoch", "fingerprint", "round_id", "acked_round_id", "mode", "max_forwards", "max_round_ms", "releases", "starts", "continues", "want_forward_times", "traceparents")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class RunRoundRequest(_message.Message):
     STARTS_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
     WANT_FORWARD_TIMES_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     generation: int
     worker_epoch: str
@@ -147,7 +148,8 @@ class RunRoundRequest(_message.Message):
     starts: _containers.RepeatedCompositeFieldContainer[StartRow]
     continues: RowNames
     want_forward_times: bool
-    def __init__(self, scheduler_id: _Optional[str] = ..., generation: _Optional[int] = ..., worker_epoch: _Optional[str] = ..., fingerprint: _Optional[str] = ..., round_id: _Optional[int] = ..., acked_round_id: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., max_forwards: _Optional[int] = ..., max_round_ms: _Optional[int] = ..., releases: _Optional[_Union[RowNames, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[StartRow, _Mapping]]] = ..., continues: _Optional[_Union[RowNames, _Mapping]] = ..., want_forward_times: bool = ...) -> None: ...
+    traceparents: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, scheduler_id: _Optional[str] = ..., generation: _Optional[int] = ..., worker_epoch: _Optional[str] = ..., fingerprint: _Optional[str] = ..., round_id: _Optional[int] = ..., acked_round_id: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., max_forwards: _Optional[int] = ..., max_round_ms: _Optional[int] = ..., releases: _Optional[_Union[RowNames, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[StartRow, _Mapping]]] = ..., continues: _Optional[_Union[RowNames, _Mapping]] = ..., want_forward_times: bool = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RowReplies(_message.Message):
     __slots__ = ("statuses", "accept_lengths", "done_block_indexes", "done_ids", "has_block", "block_indexes", "block_ids", "block_masks", "step_counts", "algo_states", "forwards", "prefilled_tokens", "cached_tokens", "end_reasons", "end_positions", "errors", "done_first_unmask_steps", "done_logprobs", "block_first_unmask_steps", "block_logprobs", "forwards_before")
