@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.settings import add_flags, settings_from, to_argv
+from common.settings import EXIT_WRONG_CONFIGURATION, add_flags, settings_from, to_argv
 from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._channel import Tls, check_access
@@ -239,6 +239,8 @@ class Child:
             ending = await self._ending()
             if self._process is not None and (self._process.returncode or 0) > 0:
                 self.gave_up.set()
+            if self._process is not None and self._process.returncode == EXIT_WRONG_CONFIGURATION:
+                raise ServeError(f"{self.name} {ending}, a wrong configuration; its error is above")
             if self._ready_at is not None and self._clock() - self._ready_at >= STEADY_S:
                 delay_s = first_delay_s
             _say(f"{self.name} (pid {self.pid}) {ending}; starting it again in {delay_s:g} s")

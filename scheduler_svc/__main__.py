@@ -17,7 +17,7 @@ from common.errors import ServiceError
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
-from common.settings import parse_settings
+from common.settings import EXIT_WRONG_CONFIGURATION, parse_settings
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_svc.core import BadDefaults, Scheduler
 from scheduler_svc.server import SERVICE_NAME, SchedulerServicer
@@ -70,7 +70,7 @@ def worker_connector(settings: SchedulerSettings) -> Callable[[str, str], Link]:
 
 
 async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_params: dict[str, float]) -> int:
-    """Serve until a signal (0) or until a round loop fails (1)."""
+    """Serve until a signal (0), until a round loop fails (1), or until a worker does not serve our defaults (2)."""
     scheduler = Scheduler(folder, settings, algorithm_params, worker_connector(settings))
     service = GrpcService(
         settings.host,
@@ -93,9 +93,11 @@ async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_para
     health.cancel()
     service.set_serving(False)
     log.info("stopping", live_requests=len(scheduler.live))
+    status = 0 if stop.done() else 1
     if not stop.done():
         failure = loops.exception()
         if isinstance(failure, ExceptionGroup) and isinstance(failure.exceptions[0], BadDefaults):
+            status = EXIT_WRONG_CONFIGURATION
             log.error("bad_defaults", reason=str(failure.exceptions[0]))
         else:
             log.error("round_loop_failed", exc_info=failure)
@@ -103,7 +105,7 @@ async def serve(settings: SchedulerSettings, folder: ModelFolder, algorithm_para
     await service.stop(LAST_MESSAGES_S)
     loops.cancel()
     await asyncio.gather(loops, return_exceptions=True)
-    return 0 if stop.done() else 1
+    return status
 
 
 async def _watch_workers(scheduler: Scheduler, service: GrpcService) -> None:
@@ -136,7 +138,10 @@ def main(argv: list[str] | None = None) -> int:
             log.warning("model_folder", path=str(folder.path), hint=warning)
         algorithm_params = read_algorithm_params(settings.dllm_algorithm_config)
         return asyncio.run(serve(settings, folder, algorithm_params))
-    except (ModelFolderError, ConfigError, ServiceError) as error:
+    except (ModelFolderError, ConfigError) as error:
+        print(f"scheduler: {error}", file=sys.stderr)
+        return EXIT_WRONG_CONFIGURATION
+    except ServiceError as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 1
 

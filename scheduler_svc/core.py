@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import structlog
 
 from common.errors import AlreadyLive, DeadlineOver, InvalidField, ServiceError, TakenOver, Unavailable
-from common.model_folder import ModelFolder
+from common.fingerprint import check_fingerprint
+from common.model_folder import ModelFolder, folder_name
 from fdfo.scheduler.v1 import resume_pb2
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
@@ -68,7 +69,7 @@ class Scheduler:
             max_queued_per_client=settings.max_queued_requests_per_client,
             max_running_per_client=settings.max_running_requests_per_client,
         )
-        self._codec = TextCodec(folder.path)
+        self._codec = TextCodec(folder.path, special_ids=(folder.mask_token_id, *folder.stop_token_ids))
         self._outbox = Outbox(hold_events_s)
         self._algorithm = settings.dllm_algorithm or folder.algorithms[0]
         self._algorithm_params = algorithm_params
@@ -138,7 +139,6 @@ class Scheduler:
             link=self._connect(target, self.scheduler_id),
             queue=self.queue,
             settings=self.settings,
-            fingerprint=self.folder.fingerprint,
             counters=self.counters,
             on_info=self._check_worker,
             attempts=self._attempts,
@@ -305,11 +305,8 @@ class Scheduler:
     def _check_worker(self, info: pb.GetWorkerInfoResponse) -> None:
         """Learn what a worker can do; raises ValueError for one that does not serve our model,
         and BadDefaults when it serves the model but not what we were started with."""
-        if info.fingerprint != self.folder.fingerprint:
-            raise ValueError(
-                f"another model: its fingerprint is {info.fingerprint[:12]}, ours {self.folder.fingerprint[:12]}; "
-                f"start both services with the same --model-path"
-            )
+        check_fingerprint(info.fingerprint, self.folder.fingerprint)
+        folder = dataclasses.replace(self.folder, fingerprint=info.fingerprint)  # with its weights, if we have none
         algorithms = {
             algorithm.name: AlgorithmInfo(
                 name=algorithm.name,
@@ -325,7 +322,7 @@ class Scheduler:
             self._doubtful = _doubtful(info.algorithms, self.folder.algorithms)
         rules = Rules(
             codec=self._codec,
-            folder=self.folder,
+            folder=folder,
             default_algorithm=self._algorithm,
             default_params=self._algorithm_params,
             algorithms=algorithms,
@@ -337,14 +334,16 @@ class Scheduler:
             if self._rules is not None:  # others serve them
                 raise ValueError(f"--dllm-algorithm or --dllm-algorithm-config: {error.message}") from None
             raise BadDefaults(f"--dllm-algorithm or --dllm-algorithm-config: {error.message}") from None
-        self._rules = rules
+        if self._rules is None:
+            self._warn_of_misfit(self._algorithm)
+        self._rules, self.folder = rules, folder
         self._rules_known.set()
 
     def info(self) -> api.GetServerInfoResponse:
         self.counters.requests_rejected = self.queue.num_refused
         return api.GetServerInfoResponse(
             scheduler_id=self.scheduler_id,
-            served_model_name=self.settings.served_model_name or self.folder.path.resolve().name,
+            served_model_name=self.settings.served_model_name or folder_name(self.folder.path),
             fingerprint=self.folder.fingerprint,
             block_size=self.folder.block_size,
             context_length=self.folder.context_length,
