@@ -46,6 +46,9 @@ class Content(str):
         content._hide = hide
         return content
 
+    def __str__(self) -> str:  # filters take it so
+        return self
+
 
 def _searching(name: str) -> Callable[..., Any]:
     """The method of str, which takes what it looks for hidden and gives texts that can be searched in turn."""

@@ -252,6 +252,22 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
     assert tokenizer.encode("that", add_special_tokens=False).ids == [256, *b"at"]
 
 
+def test_what_transformers_adds_behind_the_vocabulary_is_no_token(tmp_path: Path) -> None:
+    """SDAR names its mask token with another text than it lists; the id that transformers makes up for it is unknown
+    to the model, so the one that the files define is the mask."""
+    vocabulary = {spell(bytes([byte])): byte for byte in range(256)} | {"<|endoftext|>": 256}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "added_tokens.json").write_text('{"<MASK>": 257}')
+    named = {"tokenizer_class": "GPT2Tokenizer", "mask_token": "<|MASK|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    config = LLADA2_CONFIG | {"architectures": ["SDARForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = read_model_folder(tmp_path)
+    assert (folder.mask_token_id, folder.num_tokens) == (257, 258)
+    assert 257 not in load_tokenizer(tmp_path).encode("<|MASK|>", add_special_tokens=False).ids
+
+
 def test_code_in_a_folder_is_never_run(tmp_path: Path) -> None:
     """A tokenizer that the folder brings as Python code is refused, without a question on the terminal."""
     marker = tmp_path / "it-ran"
