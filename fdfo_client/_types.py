@@ -144,7 +144,7 @@ class ServerCounters:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a scheduler serves, and how busy it is. Ids below `num_tokens` may stand in a prompt."""
+    """What a scheduler serves, and how busy it is. Ids below `num_tokens` have a token."""
 
     scheduler_id: str
     version: str

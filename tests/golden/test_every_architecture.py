@@ -181,7 +181,7 @@ def refused_or_warned(path: Path, name: str, algorithm: str) -> tuple[str, list[
         ("LLaDA2MoeModelLM", "JointThreshold", "", "LLaDA2.0 is not"),
         ("LLaDA2MoeModelLM", "EntropyBounded", "", ""),
         ("SDARForCausalLM", "JointThreshold", "", "not trained for it; what fits is LowConfidenceDynamic, "),
-        ("Fast_dLLM_QwenForCausalLM", "JointThreshold", "unknown algorithm 'JointThreshold'", ""),
+        ("Fast_dLLM_QwenForCausalLM", "JointThreshold", "JointThreshold cannot run on this model", ""),
     ],
 )
 def test_an_algorithm_that_does_not_fit(tmp_path: Path, name: str, algorithm: str, refusal: str, hint: str) -> None:
