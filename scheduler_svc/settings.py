@@ -47,7 +47,7 @@ class SchedulerSettings(SecuritySettings):
     """What a scheduler is started with. Names end in their unit; times are seconds or milliseconds."""
 
     model_path: Path = setting(
-        help="folder of the model: tokenizer and configuration; weights that are there are only compared with the workers'",
+        help="folder with tokenizer and configuration; weights that are there are only compared with the workers'",
         metavar="DIR",
     )
     host: str = setting("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS")
