@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -16,6 +17,13 @@ import jinja2.sandbox
 
 from common.folder_files import ModelFolderError
 from common.tokenizer_files import read_chat_templates
+
+_ESCAPED_STAND_IN = re.compile(r"(?<!\\)\\ue000(\d+:\d+)\\ue001")
+
+
+def stand_in(name: str) -> str:
+    """What stands in a rendered prompt for a client's special-token text; `name`: two numbers with a colon between."""
+    return f"\ue000{name}\ue001"
 
 
 class ChatTemplates:
@@ -100,8 +108,9 @@ def _compile(path: Path | str, source: str, now: Callable[[], datetime.datetime]
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        # Unlike jinja's own, without HTML escapes.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        # Unlike jinja's own, without HTML escapes. What stands for special text stays as it is.
+        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return _ESCAPED_STAND_IN.sub(lambda match: stand_in(match[1]), text) if ensure_ascii else text
 
     def strftime_now(format: str) -> str:
         return now().strftime(format)

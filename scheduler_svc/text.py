@@ -17,7 +17,7 @@ from tokenizers.decoders import ByteLevel
 from common.errors import InvalidField
 from common.folder_files import ModelFolderError
 from common.tokenizer_files import load_tokenizer, special_token_texts
-from scheduler_svc.templates import ChatTemplates, Content
+from scheduler_svc.templates import ChatTemplates, Content, stand_in
 from scheduler_svc.tools import JsonObject
 
 # Published as text even where the tokenizer calls them special, as LLaDA2's does: who reads the answer looks for them.
@@ -133,10 +133,10 @@ class TextCodec:
         text_of_stand_in: dict[str, str] = {}
         stand_in_of_text: dict[str, str] = {}
 
-        def stand_in(match: re.Match[str]) -> str:
+        def replace(match: re.Match[str]) -> str:
             text = match.group()
             if text not in stand_in_of_text:
-                stand_in_of_text[text] = f"\ue000{mark}:{len(stand_in_of_text)}\ue001"
+                stand_in_of_text[text] = stand_in(f"{mark}:{len(stand_in_of_text)}")
                 text_of_stand_in[stand_in_of_text[text]] = text
             return stand_in_of_text[text]
 
@@ -146,12 +146,12 @@ class TextCodec:
         def replaced(value: Any) -> Any:
             match value:
                 case str():
-                    return Content.of(self._special_in_content.sub(stand_in, value), hide)
+                    return Content.of(self._special_in_content.sub(replace, value), hide)
                 case list():
                     return [replaced(item) for item in value]
                 case dict():  # a template looks up names, so those keep what only might become a special token's text
                     pattern_of = {True: self._special_text, False: self._special_in_content}
-                    return {pattern_of[k.isidentifier()].sub(stand_in, k): replaced(v) for k, v in value.items()}
+                    return {pattern_of[k.isidentifier()].sub(replace, k): replaced(v) for k, v in value.items()}
             return value
 
         try:

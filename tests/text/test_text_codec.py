@@ -218,6 +218,7 @@ def test_named_templates(tmp_path: Path) -> None:
         ("{{ '</think>' in content }}{{ '<mask>' in content }}", "TrueFalse"),
         ("{{ content | trim | replace('</think>', '|') }}", "<think>\na|\nb<role>"),
         ("{{ content.partition('</think>')[2] | trim }}", "b<role>"),
+        ("{{ (content + 'é') | tojson(ensure_ascii=True) }}", '"<think>\\na</think>\\nb<role>\\u00e9"'),
         ("{{ content[:7] == '<think>' }}{{ content.startswith('<think>') }}", "FalseTrue"),
     ],
 )
