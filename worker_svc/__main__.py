@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         folder = read_folder(settings)
         config = loop_config(folder, settings)
-        from worker_svc.service import run
+        from worker_svc.service import run  # heavy: it imports torch
 
         return run(settings, folder, config)
     except (ModelFolderError, CheckpointError, SettingsError) as error:
