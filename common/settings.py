@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+# A service ends with it where the same flags and files will not do another time either; argparse's for wrong flags.
+EXIT_WRONG_CONFIGURATION = 2
+
 S = TypeVar("S", bound="DataclassInstance")
 
 

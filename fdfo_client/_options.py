@@ -155,6 +155,10 @@ def _set_prompt(
                     f"messages[{index}]: must be a mapping with the texts role and content, not {_shown(message)}",
                     "messages",
                 ) from None
+            for key in message.keys() - Message.__annotations__.keys():
+                if message[key] is not None:  # type: ignore[literal-required]
+                    what = f"must be left out: what is served of a message is {', '.join(Message.__annotations__)}"
+                    raise InvalidRequest(f"messages[{index}].{key}: {what}", f"messages[{index}].{key}")
             _extend_json(turn.tool_calls, f"messages[{index}].tool_calls", calls)
 
 

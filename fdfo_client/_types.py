@@ -173,7 +173,7 @@ class ServerCounters:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a scheduler serves, and how busy it is. Ids below `num_tokens` may stand in a prompt.
+    """What a scheduler serves, and how busy it is. Ids below `num_tokens` have a token.
 
     `uptime_s`: seconds since it started. `unix_time_s`: its clock, in seconds since 1970.
     """

@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from common.settings import EXIT_WRONG_CONFIGURATION
+
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 10.0
 # A child that ran for so long begins with the first delay again.
@@ -91,6 +93,8 @@ class Child:
             ending = await self._ending()
             if self._process is not None and (self._process.returncode or 0) > 0:
                 self.gave_up.set()
+            if self._process is not None and self._process.returncode == EXIT_WRONG_CONFIGURATION:
+                raise ServeError(f"{self.name} {ending}, a wrong configuration; its error is above")
             if self._ready_at is not None and self._clock() - self._ready_at >= STEADY_S:
                 delay_s = first_delay_s
             say(f"{self.name} (pid {self.pid}) {ending}; starting it again in {delay_s:g} s")

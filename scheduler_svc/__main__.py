@@ -18,6 +18,7 @@ from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.logging import configure_logging
 from common.metrics import listen
 from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
+from common.settings import EXIT_WRONG_CONFIGURATION
 from common.tracing import Tracing, tracing_to
 from fdfo.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_svc.config_files import ConfigError, ServedModel, read_algorithm_params, served_models
@@ -62,8 +63,8 @@ async def serve(
     models: Sequence[ServedModel],
     tracing: Tracing | None = None,
 ) -> int:
-    """Serve until a signal (0) or until a round loop fails (1). `models`: for gateways, our own name first; empty
-    without --vllm-grpc."""
+    """Serve until a signal (0), until a round loop fails (1), or until a worker does not serve our defaults (2).
+    `models`: for gateways, our own name first; empty without --vllm-grpc."""
     metrics = SchedulerMetrics()
     traces = None if tracing is None else RequestTraces(tracing)
     connect = worker_connector(settings, traces)
@@ -96,9 +97,11 @@ async def serve(
     health.cancel()
     _set_serving(services, False)
     log.info("stopping", live_requests=len(scheduler.live))
+    status = 0 if stop.done() else 1
     if not stop.done():
         failure = loops.exception()
         if isinstance(failure, ExceptionGroup) and isinstance(failure.exceptions[0], BadDefaults):
+            status = EXIT_WRONG_CONFIGURATION
             log.error("bad_defaults", reason=str(failure.exceptions[0]))
         else:
             log.error("round_loop_failed", exc_info=failure)
@@ -106,7 +109,7 @@ async def serve(
     await asyncio.gather(*(one.stop(LAST_MESSAGES_S) for one in services))
     loops.cancel()
     await asyncio.gather(loops, return_exceptions=True)
-    return 0 if stop.done() else 1
+    return status
 
 
 def _service(
@@ -165,7 +168,10 @@ def main(argv: list[str] | None = None) -> int:
         algorithm_params = read_algorithm_params(settings.dllm_algorithm_config)
         with tracing_to(settings.otlp_traces_endpoint, "fdfo-scheduler", settings.trace_sample_ratio) as tracing:
             return asyncio.run(serve(settings, folder, algorithm_params, served_models(settings), tracing))
-    except (ModelFolderError, ConfigError, ServiceError) as error:
+    except (ModelFolderError, ConfigError) as error:
+        print(f"scheduler: {error}", file=sys.stderr)
+        return EXIT_WRONG_CONFIGURATION
+    except ServiceError as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 1
 

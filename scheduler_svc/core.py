@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import structlog
 
 from common.errors import AlreadyLive, DeadlineOver, ServiceError, TakenOver, Unavailable
+from common.fingerprint import check_fingerprint
 from common.model_folder import ModelFolder
 from fdfo.scheduler.v1 import resume_pb2
 from fdfo.scheduler.v1 import scheduler_pb2 as api
@@ -77,7 +78,7 @@ class Scheduler:
             max_queued_per_client=settings.max_queued_requests_per_client,
             max_running_per_client=settings.max_running_requests_per_client,
         )
-        self._codec = TextCodec(folder.path)
+        self._codec = TextCodec(folder.path, special_ids=(folder.mask_token_id, *folder.stop_token_ids))
         self._outbox = Outbox(hold_events_s)
         self._algorithm = settings.dllm_algorithm or folder.algorithms[0]
         self._algorithm_params = algorithm_params
@@ -148,7 +149,6 @@ class Scheduler:
             link=self._connect(target, self.scheduler_id),
             queue=self.queue,
             settings=self.settings,
-            fingerprint=self.folder.fingerprint,
             counters=self.counters,
             metrics=self.metrics,
             on_info=self._check_worker,
@@ -321,17 +321,14 @@ class Scheduler:
     def _check_worker(self, info: pb.GetWorkerInfoResponse) -> None:
         """Learn what a worker can do; raises ValueError for one that does not serve our model,
         and BadDefaults when it serves the model but not what we were started with."""
-        if info.fingerprint != self.folder.fingerprint:
-            raise ValueError(
-                f"another model: its fingerprint is {info.fingerprint[:12]}, ours {self.folder.fingerprint[:12]}; "
-                f"start both services with the same --model-path"
-            )
+        check_fingerprint(info.fingerprint, self.folder.fingerprint)
+        folder = dataclasses.replace(self.folder, fingerprint=info.fingerprint)  # with its weights, if we have none
         others = [loop.info for loop in self.loops if loop.is_ready and loop.info is not None]
         if self._rules is None:
             self._doubtful = offers.doubtful(info, self.folder.algorithms)
         rules = Rules(
             codec=self._codec,
-            folder=self.folder,
+            folder=folder,
             default_algorithm=self._algorithm,
             default_params=self._algorithm_params,
             algorithms=offers.algorithms(info),
@@ -340,7 +337,9 @@ class Scheduler:
         )
         if fault := offers.bad_defaults(rules, self._served_models):
             raise (BadDefaults if self._rules is None else ValueError)(fault)  # ValueError: others serve them
-        self._rules = rules
+        if self._rules is None:
+            self._warn_of_misfit(self._algorithm)
+        self._rules, self.folder = rules, folder
         self._rules_known.set()
 
     def info(self) -> api.GetServerInfoResponse:

@@ -20,7 +20,8 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 from common import __version__
 from common.callers import current_caller
 from common.errors import InvalidField, ServiceError, abort_with
-from common.model_folder import ModelFolder, load_tokenizer, read_chat_template
+from common.model_folder import ModelFolder
+from common.tokenizer_files import load_tokenizer, read_chat_templates
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from scheduler_svc.config_files import ServedModel
 from scheduler_svc.core import Scheduler
@@ -187,7 +188,7 @@ def tokenizer_bundle(folder: ModelFolder) -> bytes:
     for token in tokenizer["added_tokens"]:
         token["special"] = token["special"] and token["content"] not in TOOL_CALL_MARKS
     files = {"tokenizer.json": json.dumps(tokenizer, ensure_ascii=False).encode()}
-    if (template := read_chat_template(folder.path)) is not None:
+    if (template := read_chat_templates(folder.path).get("default")) is not None:
         files["chat_template.jinja"] = template.encode()
     for name in ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
         if (folder.path / name).is_file():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from common.errors import InvalidField
+from common.fingerprint import short_fingerprint
 from common.packing import pack_ids
 from fdfo.scheduler.v1 import resume_pb2 as pb
 from fdfo.scheduler.v1 import scheduler_pb2 as api
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 VERSION = 1
 CHECKSUM_BYTES = 8
-FINGERPRINT_CHARS = 16
 MAX_COUNT = 2**48  # of forwards and of rounds, so that they can still be added to
 
 
@@ -48,7 +48,7 @@ def request_part(spec: GenerateSpec, seed: int, fingerprint: str) -> pb.ResumedR
     digest = hashlib.blake2b(pack_ids(spec.prompt_ids), digest_size=16)
     digest.update(repr(options).encode())
     return pb.ResumedRequest(
-        fingerprint=fingerprint[:FINGERPRINT_CHARS],
+        fingerprint=short_fingerprint(fingerprint),
         request_hash=digest.digest(),
         seed=seed,
         max_new_tokens=spec.max_new_tokens,

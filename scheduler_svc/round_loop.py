@@ -62,7 +62,6 @@ class RoundLoop:
     link: Link
     queue: RequestQueue
     settings: SchedulerSettings
-    fingerprint: str
     counters: api.SchedulerCounters
     metrics: SchedulerMetrics
     on_info: Callable[[pb.GetWorkerInfoResponse], None]
@@ -308,11 +307,12 @@ class RoundLoop:
     def _round_message(self, starting: list[Request], continuing: list[Request]) -> pb.RunRoundRequest:
         for request in starting:
             self.metrics.started(request, self._now())
+        assert self.info is not None
         return pb.RunRoundRequest(
             scheduler_id=self.link.scheduler_id,
             generation=self.generation,
             worker_epoch=self.epoch,
-            fingerprint=self.fingerprint,
+            fingerprint=self.info.fingerprint,
             round_id=self.rows.last_round_id + 1,
             acked_round_id=self._acked_round_id,
             mode=pb.MODE_FDFO if self.settings.dllm_fdfo else pb.MODE_SYNC,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.folder_files import folder_name
 from common.security_settings import SecuritySettings
 from common.settings import setting
 from common.tracing_settings import TracingSettings
@@ -54,7 +55,7 @@ class SchedulerSettings(TracingSettings, SecuritySettings):
     """What a scheduler is started with. Names end in their unit; times are seconds or milliseconds."""
 
     model_path: Path = setting(
-        help="folder of the model; the tokenizer and the configuration are read from it, the weights are not",
+        help="folder with tokenizer and configuration; weights that are there are only compared with the workers'",
         metavar="DIR",
     )
     host: str = setting("127.0.0.1", help="address to listen on; 0.0.0.0 for all", metavar="ADDRESS")
@@ -219,7 +220,7 @@ class SchedulerSettings(TracingSettings, SecuritySettings):
     @property
     def model_name(self) -> str:
         """What clients are told."""
-        return self.served_model_name or self.model_path.resolve().name
+        return self.served_model_name or folder_name(self.model_path)
 
     @property
     def model_ports(self) -> tuple[int, ...]:

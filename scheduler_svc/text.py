@@ -6,19 +6,18 @@ import codecs
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
 from common.errors import InvalidField
-from common.model_folder import ModelFolderError, load_tokenizer, read_chat_template, special_token_texts
+from common.folder_files import ModelFolderError
+from common.tokenizer_files import load_tokenizer, special_token_texts
+from scheduler_svc.templates import ChatTemplates, Content, stand_in
 from scheduler_svc.tools import JsonObject
 
 # Published as text even where the tokenizer calls them special, as LLaDA2's does: who reads the answer looks for them.
@@ -28,14 +27,21 @@ _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class TextCodec:
-    """The tokenizer and chat template of a model folder. Immutable, so threads may share it.
+    """The tokenizer and chat templates of a model folder. Immutable, so threads may share it.
 
     Raises ModelFolderError, in one line, for a tokenizer that is not byte-level or a template that does not parse.
     """
 
-    def __init__(self, path: Path | str, *, now: Callable[[], datetime.datetime] = datetime.datetime.now) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        special_ids: Collection[int] = (),
+        now: Callable[[], datetime.datetime] = datetime.datetime.now,
+    ) -> None:
+        """special_ids: added tokens that are special whatever the tokenizer says, as the mask token is."""
         # Whether special tokens are read or are plain text is a property of a tokenizer, not of a call: two tokenizers.
-        self._with_specials = load_tokenizer(path)
+        self._with_specials = load_tokenizer(path, special_ids)
         self._plain = Tokenizer.from_str(self._with_specials.to_str())
         self._plain.encode_special_tokens = True
         if not isinstance(self._with_specials.decoder, ByteLevel):
@@ -44,15 +50,14 @@ class TextCodec:
 
         added = self._with_specials.get_added_tokens_decoder()
         self._special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
-        self._special_in_content = _special_text_pattern(list(self._special_texts.values()))
+        self._special_text, self._special_in_content = _special_text_patterns(list(self._special_texts.values()))
         vocabulary = self._with_specials.get_vocab(with_added_tokens=True)
         self._bytes_of_token = _token_table(vocabulary, set(self._special_texts.values()).difference(TOOL_CALL_MARKS))
         # A prompt with more characters than this per token of the context limit need not be encoded to be refused.
         # The factor 4 is for normalizers: NFC makes one character of up to four.
         self.max_chars_per_token = 4 * max(map(len, vocabulary), default=1)
 
-        self._template_source = read_chat_template(path) or ""
-        self._template = _compile_template(path, self._template_source, now) if self._template_source else None
+        self._templates = ChatTemplates(path, now)
         self._template_variables: dict[str, Any] = {
             **special_token_texts(path),
             "documents": None,
@@ -118,41 +123,47 @@ class TextCodec:
 
         A stand-in, not a cut, because a template may do anything to a content: trim it, search it, repeat it.
         """
-        if self._template is None:
+        chosen = self._templates.choose(bool(tools))
+        if chosen is None:
             raise InvalidField("messages", "this model has no chat template; send text or prompt_ids")
+        source, template = chosen
         for name, given in (("tools", tools), ("tool_calls", tool_calls)):
-            if given and name not in self._template_source:
+            if given and name not in source:
                 raise InvalidField("messages", f"this model's chat template knows no {name}")
         text_of_stand_in: dict[str, str] = {}
         stand_in_of_text: dict[str, str] = {}
 
-        def stand_in(match: re.Match[str]) -> str:
+        def replace(match: re.Match[str]) -> str:
             text = match.group()
             if text not in stand_in_of_text:
-                stand_in_of_text[text] = f"\ue000{mark}:{len(stand_in_of_text)}\ue001"
+                stand_in_of_text[text] = stand_in(f"{mark}:{len(stand_in_of_text)}")
                 text_of_stand_in[stand_in_of_text[text]] = text
             return stand_in_of_text[text]
+
+        def hide(text: str) -> str:
+            return self._special_text.sub(lambda match: stand_in_of_text.get(match.group(), match.group()), text)
 
         def replaced(value: Any) -> Any:
             match value:
                 case str():
-                    return self._special_in_content.sub(stand_in, value)
+                    return Content.of(self._special_in_content.sub(replace, value), hide)
                 case list():
                     return [replaced(item) for item in value]
-                case dict():  # a template looks up names, so those stay; no special token is one
-                    return {key if key.isidentifier() else replaced(key): replaced(item) for key, item in value.items()}
+                case dict():  # a template looks up names, so those keep what only might become a special token's text
+                    pattern_of = {True: self._special_text, False: self._special_in_content}
+                    return {pattern_of[k.isidentifier()].sub(replace, k): replaced(v) for k, v in value.items()}
             return value
 
         try:
             client_json = json.dumps([tools, dict(tool_calls), dict(kwargs)], ensure_ascii=False)
-            everything = self._template_source + "".join(content for _, content in messages) + client_json
+            everything = source + "".join(content for _, content in messages) + client_json
             taken = set(re.findall("\ue000([0-9]+)", everything))
             mark = next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
             turns = [{"role": role, "content": replaced(content)} for role, content in messages]
             for i, calls in tool_calls.items():
                 turns[i]["tool_calls"] = replaced(calls)
             ours = {"messages": turns, "tools": replaced(tools) or None}
-            rendered = self._template.render(self._template_variables | replaced(dict(kwargs)) | ours)
+            rendered = template.render(self._template_variables | replaced(dict(kwargs)) | ours)
             return rendered, text_of_stand_in
         except Exception as error:  # a template is foreign code and may raise anything; values may be nested too deep
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -207,15 +218,15 @@ def _byte_of_char() -> dict[str, int]:
     return {chr(byte): byte for byte in itself} | {chr(256 + n): byte for n, byte in enumerate(shifted)}
 
 
-def _special_text_pattern(special_texts: list[str]) -> re.Pattern[str]:
-    """Special-token text anywhere, or the beginning of one at the end: the next content could complete that."""
+def _special_text_patterns(special_texts: list[str]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Special-token text; and that, or the beginning of one at the end: the next content could complete that."""
     if not special_texts:
-        return re.compile(r"(?!)")
+        return re.compile(r"(?!)"), re.compile(r"(?!)")
     whole = "|".join(re.escape(text) for text in sorted(special_texts, key=len, reverse=True))
     prefixes = {text[:length] for text in special_texts for length in range(1, len(text))}
     begun = "|".join(re.escape(text) for text in sorted(prefixes, key=len, reverse=True))
     # Templates trim contents, so white space after the beginning does not protect.
-    return re.compile(rf"{whole}|(?:{begun})(?=\s*\Z)" if begun else whole)
+    return re.compile(whole), re.compile(rf"{whole}|(?:{begun})(?=\s*\Z)" if begun else whole)
 
 
 def _restore(rendered: str, text_of_stand_in: dict[str, str]) -> str:
@@ -223,28 +234,3 @@ def _restore(rendered: str, text_of_stand_in: dict[str, str]) -> str:
         return rendered
     pattern = "|".join(re.escape(stand_in) for stand_in in text_of_stand_in)
     return re.sub(pattern, lambda match: text_of_stand_in[match.group()], rendered)
-
-
-def _compile_template(path: Path | str, source: str, now: Callable[[], datetime.datetime]) -> jinja2.Template:
-    """The environment that Hugging Face chat templates are written for."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: object, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-        # Unlike jinja's own, without HTML escapes.
-        return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def strftime_now(format: str) -> str:
-        return now().strftime(format)
-
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ModelFolderError(f"{path}: the chat template does not parse: {' '.join(str(error).split())}") from error

@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from common.architectures import ARCHITECTURES
 from common.errors import InvalidField
 from common.limits import MAX_REQUEST_STOP_TOKEN_IDS
 from common.model_folder import ModelFolder
@@ -244,9 +245,9 @@ def _request_stop_ids(stop_token_ids: Iterable[int], vocab_size: int) -> tuple[i
 
 def _algorithm_params(algorithm: str, given: Mapping[str, float], rules: Rules) -> dict[str, float]:
     if algorithm not in rules.algorithms:
-        raise InvalidField(
-            "algorithm", f"unknown algorithm {algorithm!r}; this server has {', '.join(sorted(rules.algorithms))}"
-        )
+        is_known = any(algorithm in architecture.algorithms for architecture in ARCHITECTURES.values())
+        what = f"{algorithm} cannot run on this model" if is_known else f"unknown algorithm {algorithm!r}"
+        raise InvalidField("algorithm", f"{what}; this server has {', '.join(sorted(rules.algorithms))}")
     known = {param.name: param for param in rules.algorithms[algorithm].params}
     params = {param.name: param.default for param in known.values()}
     if algorithm == rules.default_algorithm:
@@ -258,10 +259,10 @@ def _algorithm_params(algorithm: str, given: Mapping[str, float], rules: Rules) 
                 f"{algorithm} has no parameter {name!r}; it has {', '.join(sorted(known)) or 'none'}",
             )
         param = known[name]
+        low, high = f"{param.min_value:g}", f"{param.max_value:g}"
         if not param.min_value <= value <= param.max_value:
-            raise InvalidField(
-                "algorithm_params", f"{name} must be from {param.min_value:g} to {param.max_value:g}, not {value:g}"
-            )
+            shown = f"{value!r}" if f"{value:g}" in (low, high) else f"{value:g}"
+            raise InvalidField("algorithm_params", f"{name} must be from {low} to {high}, not {shown}")
         if param.is_integer and not value.is_integer():
             raise InvalidField("algorithm_params", f"{name} must be an integer, not {value:g}")
         params[name] = value
@@ -291,9 +292,9 @@ def _prompt(request: scheduler_pb2.GenerateRequest, rules: Rules) -> tuple[str, 
             if not ids:
                 raise InvalidField("prompt_ids", "must not be empty")
             for i, token_id in enumerate(ids):
-                if token_id >= rules.folder.num_tokens:
+                if token_id >= rules.folder.vocab_size:
                     raise InvalidField(
-                        f"prompt_ids.ids[{i}]", f"must be below {rules.folder.num_tokens}, not {token_id}"
+                        f"prompt_ids.ids[{i}]", f"must be below {rules.folder.vocab_size}, not {token_id}"
                     )
                 if token_id == rules.folder.mask_token_id:
                     raise InvalidField(f"prompt_ids.ids[{i}]", f"{token_id} is the mask token, which is reserved")

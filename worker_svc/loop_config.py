@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.model_folder import ModelFolder
+from worker_svc.settings import WorkerSettings
+
+DEFAULT_MAX_TOTAL_TOKENS = 65_536
+
+
+class SettingsError(Exception):
+    """One line: two settings that do not go together."""
+
 
 @dataclass(frozen=True)
 class LoopConfig:
@@ -35,3 +44,37 @@ class LoopConfig:
     @property
     def max_pages_per_slot(self) -> int:
         return -(-self.max_blocks * self.block_size // self.page_size)
+
+
+def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
+    """The loop's sizes from the settings; raises SettingsError naming the flag."""
+    block_size = folder.block_size
+    page_size = settings.page_size or block_size
+    if page_size % block_size:
+        raise SettingsError(f"--page-size {page_size} must be a multiple of the block size {block_size} (--block-size)")
+    chunk = settings.chunked_prefill_size
+    if chunk < block_size or chunk % block_size:
+        raise SettingsError(
+            f"--chunked-prefill-size {chunk} must be a multiple of the block size {block_size} (--block-size), such as "
+            f"{max(1, chunk // block_size) * block_size}"
+        )
+    whole_context = -(-folder.context_length // page_size) * page_size
+    most = settings.max_running_requests * whole_context
+    total_tokens = settings.max_total_tokens or max(whole_context, min(most, DEFAULT_MAX_TOTAL_TOKENS))
+    if total_tokens < page_size:
+        raise SettingsError(f"--max-total-tokens {total_tokens} is less than a page of {page_size}")
+    return LoopConfig(
+        fingerprint=folder.fingerprint,
+        block_size=block_size,
+        mask_token_id=folder.mask_token_id,
+        context_length=folder.context_length,
+        page_size=page_size,
+        num_slots=settings.max_running_requests,
+        num_pages=total_tokens // page_size,
+        chunked_prefill_size=chunk,
+        fused_commit=settings.fused_commit and not folder.logit_shift,
+        logit_shift=folder.logit_shift,
+        lease_s=settings.lease_s,
+        early_end=settings.early_end,
+        enable_prefix_caching=settings.enable_prefix_caching,
+    )

@@ -22,9 +22,11 @@ from bench.experiments.cases import (
 )
 from bench.plain_loop import PlainResult, run_one_at_a_time, run_plain, run_without_kv
 from bench.services import TINY, Services
+from common.model_folder import read_model_folder
 from scheduler_svc.text import TextCodec
-from worker_svc.__main__ import load_loop
 from worker_svc.denoise import DenoiseLoop
+from worker_svc.loop_config import loop_config
+from worker_svc.service import load_loop
 from worker_svc.settings import WorkerSettings
 
 NUM_TURNS = 8  # of a conversation, the question among them
@@ -34,7 +36,8 @@ TINY_OUTPUT_TOKENS = 4 * BLOCK
 def plain(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
     """Both services with the small model on the CPU, against loops in one process without them, and against a request
     at a time; conversations of 350 tokens, answers of 128."""
-    _, loop = load_loop(WorkerSettings(model_path=TINY))
+    settings, folder = WorkerSettings(model_path=TINY), read_model_folder(TINY)
+    loop = load_loop(settings, folder, loop_config(folder, settings))
     few = _conversations(scale.tiny_prompts)
 
     def limit(run: Callable[[Prompts], PlainResult], prompts: Prompts) -> Figures:

@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ALWAYS_REFUSED = {"quantization_config": "quantised weights are not read; use the bfloat16 or float32 checkpoint"}
+ALWAYS_REFUSED = dict.fromkeys(
+    ("quantization_config", "compression_config"),
+    "quantised weights are not read; use the bfloat16 or float32 checkpoint",
+)
 
 
 class CheckpointError(Exception):

@@ -12,21 +12,18 @@ from common.architectures.base import CheckpointError, shorten
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
 # Of plain rotary positions; scaled ones, and those of each kind of layer, have others.
-_ROPE_KEYS = {"rope_type", "rope_theta", "partial_rotary_factor"}
 
 
 class ConfigKeys:
-    """The parsed file. Every method raises CheckpointError, one line that names the key."""
+    """The parsed file; a key that is null is absent. All methods raise CheckpointError, one line that names the key."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
-        self._raw = raw
+        self._raw = {key: value for key, value in raw.items() if value is not None}
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int | None = None) -> int:
         """An integer of at least `least`. Without a default the key must be there."""
-        value = self._raw.get(key)
-        if value is None and default is not None:
-            return default
-        if key not in self._raw:
+        value = self._raw.get(key, default)
+        if value is None:
             raise CheckpointError(f"config.json: {key} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise CheckpointError(f"config.json: {key} must be an integer >= {least}, not {shorten(value)}")
@@ -53,6 +50,11 @@ class ConfigKeys:
                 f"config.json: {key} = {shorten(value)} is not served: {why or f'only {built[0]!r} is built'}"
             )
 
+    def full_attention(self, num_layers: int) -> None:
+        """No layer attends to a window only."""
+        self.only("use_sliding_window", False)
+        self.only("layer_types", ["full_attention"] * num_layers, why="only full_attention in every layer is built")
+
     def rope_theta(self, default: float = 10000.0) -> float:
         """The base of the rotary positions, which must be of the plain kind."""
         return self._number("rope_theta", self._rope("rope_theta", default))
@@ -77,17 +79,20 @@ class ConfigKeys:
         return value  # type: ignore[no-any-return]
 
     def _rope(self, key: str, default: float) -> Any:
-        """A key of its own, or one of `rope_parameters`, where transformers 5 writes it."""
-        self.only("rope_scaling", None, why="scaled rotary positions are not built; set it to null")
-        parameters = self._raw.get("rope_parameters")
-        if parameters is None:
-            return self._raw.get(key, default)
-        is_plain = isinstance(parameters, dict) and parameters.keys() <= _ROPE_KEYS
-        if not is_plain or parameters.get("rope_type", "default") != "default":
-            raise CheckpointError(
-                f"config.json: rope_parameters = {shorten(parameters)} is not served: only the default type is"
-            )
-        return parameters.get(key, self._raw.get(key, default))
+        """A key of its own, or one of `rope_parameters` (in transformers 5) or `rope_scaling` (before)."""
+        value = self._raw.get(key, default)
+        for name in ("rope_scaling", "rope_parameters"):
+            parameters = self._raw.get(name, {})
+            known = {"rope_type": "default", "type": "default"}
+            plain = ("rope_theta", "partial_rotary_factor")
+            for part, said in parameters.items() if isinstance(parameters, dict) else [("", parameters)]:
+                if said is not None and part not in plain and known.get(part) != said:
+                    raise CheckpointError(
+                        f"config.json: {name} = {shorten(parameters)} is not served: scaled rotary positions are not "
+                        f"built{f', so {part} = {shorten(said)} may not be there' if part else ''}"
+                    )
+            value = value if not parameters or parameters.get(key) is None else parameters[key]
+        return value
 
 
 def check(holds: bool, fault: str) -> None:

@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from common.architectures.base import Architecture, Backbone, algorithms_from
-from common.architectures.config_keys import MAX_LAYERS, ConfigKeys, check
+from common.architectures.config_keys import ConfigKeys, check
 from common.architectures.qwen import qwen_attention
 
 
 def backbone(raw: Mapping[str, Any]) -> Backbone:
     """Absent keys have the defaults of Qwen2's configuration class."""
     keys = ConfigKeys(raw)
-    num_layers = keys.integer("num_hidden_layers", most=MAX_LAYERS)
-    keys.only("layer_types", None, ["full_attention"] * num_layers, why="only full_attention in every layer is built")
     hidden_size, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    check(hidden_size % num_heads == 0 or "head_dim" in raw, f"hidden_size {hidden_size} is no multiple of its heads")
+    check(
+        hidden_size % num_heads == 0 or raw.get("head_dim") is not None,
+        f"hidden_size {hidden_size} is no multiple of its heads",
+    )
     return replace(
         qwen_attention(keys), intermediate_size=keys.integer("intermediate_size"), qkv_bias=True, qk_norm=False
     )

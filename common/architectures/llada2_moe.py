@@ -25,20 +25,19 @@ def backbone(raw: Mapping[str, Any]) -> Backbone:
     keys.only("score_function", "sigmoid")
     keys.only("moe_router_enable_expert_bias", True)
     keys.only("norm_topk_prob", True)
-    keys.only("use_rmsnorm", True, None)
-    for key in ("use_bias", "use_qkv_bias", "using_split_qkv_in_self_attention", "use_sliding_window"):
-        keys.only(key, False, None)
-    for key in ("norm_head", "norm_softmax"):
-        keys.only(key, False, None)
+    keys.only("use_rmsnorm", True)
+    for key in ("use_bias", "use_qkv_bias", "using_split_qkv_in_self_attention", "norm_head", "norm_softmax"):
+        keys.only(key, False)
     hidden_size, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    num_kv_heads = keys.integer("num_key_value_heads")
+    num_kv_heads, num_layers = keys.integer("num_key_value_heads"), keys.integer("num_hidden_layers", most=MAX_LAYERS)
+    keys.full_attention(num_layers)
     head_dim = keys.integer("head_dim", hidden_size // num_heads)
     check_heads(num_heads, num_kv_heads, head_dim, hidden_size)
     return Backbone(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=keys.integer("intermediate_size"),
-        num_layers=keys.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

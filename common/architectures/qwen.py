@@ -12,16 +12,16 @@ def qwen_attention(keys: ConfigKeys, head_dim: int | None = None) -> Backbone:
     `head_dim`: the default; None = what the hidden size gives each head.
     """
     keys.only("hidden_act", "silu")
-    keys.only("use_sliding_window", False, None)
     hidden_size, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    num_kv_heads = keys.integer("num_key_value_heads")
+    num_kv_heads, num_layers = keys.integer("num_key_value_heads"), keys.integer("num_hidden_layers", most=MAX_LAYERS)
+    keys.full_attention(num_layers)
     head_dim = keys.integer("head_dim", hidden_size // num_heads if head_dim is None else head_dim)
     check_heads(num_heads, num_kv_heads, head_dim, hidden_size)
     return Backbone(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=0,
-        num_layers=keys.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -21,9 +21,11 @@ def moe_backbone(raw: Mapping[str, Any]) -> Backbone:
     """Absent keys have the defaults of Qwen3-MoE's configuration class; every layer is one of experts."""
     keys = ConfigKeys(raw)
     keys.only("decoder_sparse_step", 1)
-    keys.only("mlp_only_layers", [], None)
+    keys.only("mlp_only_layers", [])
     # transformers 5 writes another name than the published files have.
-    experts_key = "num_local_experts" if "num_local_experts" in raw and "num_experts" not in raw else "num_experts"
+    experts_key = (
+        "num_local_experts" if raw.get("num_experts") is None and "num_local_experts" in raw else "num_experts"
+    )
     num_experts, per_token = keys.integer(experts_key, most=MAX_EXPERTS), keys.integer("num_experts_per_tok")
     check(per_token <= num_experts, f"num_experts_per_tok {per_token} is over num_experts {num_experts}")
     experts = Experts(
@@ -38,7 +40,7 @@ def moe_backbone(raw: Mapping[str, Any]) -> Backbone:
 
 def _attention(keys: ConfigKeys, head_dim: int | None = None) -> Backbone:
     """All but the feed-forward; see `qwen_attention`."""
-    keys.only("attention_bias", False, None)
+    keys.only("attention_bias", False)
     return qwen_attention(keys, head_dim)
 
 

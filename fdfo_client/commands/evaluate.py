@@ -17,8 +17,8 @@ from fdfo_client._channel import parse_targets
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client._waiting import waiting
 from fdfo_client.commands.flags import add_algorithm, add_target, add_temperature
-from fdfo_client.evaluate.problems import CHECKS, Problem, read_problems, reasoning_gym_problems
-from fdfo_client.evaluate.run import Comparison, Run, ask_all, compare, read_run
+from fdfo_client.evaluate.problems import CHECKS, Problem, read_problems, reasoning_gym_problems, refuse_impossible
+from fdfo_client.evaluate.run import Comparison, Run, ask_all, check_same_problems, check_server, compare, read_run
 from fdfo_client.serve import default_model_path
 
 DEFAULT_CONCURRENCY = 16
@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--check",
         choices=list(CHECKS),
-        help="right is: the same text but for white space at its ends, or the same last number (exact; number for "
-        "reasoning-gym)",
+        help="right is: the same text but for white space at its ends (exact), or also for case (text), or the same "
+        "last number (number); auto: number where the answer is one, else text (exact; auto for reasoning-gym)",
     )
     add(
         "--concurrency",
@@ -98,16 +98,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """`fdfo eval`."""
-    problems = _problems(arguments)
-    against = read_run(arguments.against) if isinstance(arguments.against, Path) else None
+    """`fdfo eval`. What is wrong with the problems, the saved run or either server is said before any is asked."""
+    problems, saved = _problems(arguments), None
+    refuse_impossible(problems, _check(arguments))
+    if isinstance(arguments.against, Path):
+        saved = read_run(arguments.against)
+        check_same_problems(problems, saved.results)
+    elif arguments.against is not None:
+        for targets in (arguments.target, arguments.against):
+            asyncio.run(check_server(targets, access_from(arguments)))
     first = asyncio.run(_ask(arguments, arguments.target, problems))
-    if against is None and arguments.against is not None:
-        against = asyncio.run(_ask(arguments, arguments.against, problems))
-    comparison = None if against is None else compare(first, against)
+    against = saved
+    if saved is None and arguments.against is not None:
+        try:
+            against = asyncio.run(_ask(arguments, arguments.against, problems))
+        except BaseException:  # also Ctrl-C: the first run may have taken hours
+            _report(arguments, first, None)
+            raise
+    _report(arguments, first, against)
+    failures = [result.error for run in (first, against) if run for result in run.results if result.error is not None]
+    if failures:
+        print(f"fdfo: {len(failures)} requests failed; the first: {failures[0]}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _report(arguments: argparse.Namespace, first: Run, against: Run | None) -> None:
+    """Print the table, and write what --json asks for."""
     as_json: dict[str, Any] = first.to_json()
     lines = [*table([first] if against is None else [first, against])]
-    if against is not None and comparison is not None:
+    if against is not None:
+        comparison = compare(first, against)
         as_json |= {"against": against.to_json(), "comparison": comparison.to_json()}
         lines += ["", *comparison_lines(comparison)]
     text = json.dumps(as_json) + "\n"
@@ -117,24 +137,23 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.json.write_text(text, encoding="utf-8")
         except OSError as error:
             raise FdfoError(f"--json {arguments.json}: {error.strerror}") from None
-    failures = [result.error for run in (first, against) if run for result in run.results if result.error is not None]
-    if failures:
-        print(f"fdfo: {len(failures)} requests failed; the first: {failures[0]}", file=sys.stderr)
-    return 1 if failures else 0
 
 
 def table(runs: list[Run]) -> list[str]:
     """A line for each run, under names."""
-    width = max(len("run"), *(len(run.name) for run in runs))
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({which})" for name, which in zip(names, ("now", "against"), strict=False)]
+    width = max(len("run"), *map(len, names))
     lines = [
         f"{'run':<{width}}{'problems':>10}{'right':>7}{'failed':>8}{'accuracy':>10}  {'95 % interval':<16}"
         f"{'tokens':>8}{'forwards':>10}{'tokens/forward':>16}"
     ]
-    for run in runs:
+    for name, run in zip(names, runs, strict=True):
         low, high = run.interval
         interval = f"{low:.1%} - {high:.1%}"
         lines.append(
-            f"{run.name:<{width}}{len(run.results):>10}{run.num_right:>7}{run.num_failed:>8}"
+            f"{name:<{width}}{len(run.results):>10}{run.num_right:>7}{run.num_failed:>8}"
             f"{shown(run.accuracy, '.1%'):>10}  {interval:<16}{run.tokens:>8}{run.forwards:>10}"
             f"{shown(run.tokens_per_forward, '.2f'):>16}"
         )
@@ -168,6 +187,10 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
     return problems[: arguments.first]
 
 
+def _check(arguments: argparse.Namespace) -> str:
+    return str(arguments.check or ("exact" if arguments.reasoning_gym is None else "auto"))
+
+
 async def _ask(arguments: argparse.Namespace, targets: tuple[str, ...], problems: list[Problem]) -> Run:
     name = ",".join(targets)
     return await ask_all(
@@ -175,7 +198,7 @@ async def _ask(arguments: argparse.Namespace, targets: tuple[str, ...], problems
         problems,
         name=name,
         concurrency=arguments.concurrency,
-        check=arguments.check or ("exact" if arguments.reasoning_gym is None else "number"),
+        check=_check(arguments),
         options={
             "algorithm": arguments.algorithm,
             "algorithm_params": dict(arguments.param or ()),

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 
+from common.fingerprint import short_fingerprint
 from fdfo_client._access import access_from
 from fdfo_client._errors import FdfoError
 from fdfo_client._sync_client import Client
@@ -56,7 +57,8 @@ def info_lines(target: str, server: ServerInfo) -> list[str]:
     lines = [
         f"scheduler {target}, version {server.version}, id {server.scheduler_id}, up {duration(server.uptime_s)}",
         f"  model      {server.served_model_name}, blocks of {server.block_size} tokens, "
-        f"context of {server.context_length}, {server.num_tokens} token ids, fingerprint {server.fingerprint[:12]}",
+        f"context of {server.context_length}, {server.num_tokens} token ids, "
+        f"fingerprint {short_fingerprint(server.fingerprint)}",
         f"  denoising  {server.algorithm}, {mode}, {server.rounds_in_flight} in flight",
         f"  requests   {server.running} running, {server.queued} queued (at most {server.max_queued_requests}), "
         f"{counters.requests_finished} finished, {counters.requests_aborted} aborted, "

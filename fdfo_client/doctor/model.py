@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.fingerprint import short_fingerprint
 from fdfo_client.commands.words import count, size
 from fdfo_client.doctor.finding import Finding, fail, ok, warn
 from worker_svc.settings import WorkerSettings, default_kv_tokens
@@ -47,17 +48,17 @@ def check(path: Path, free_bytes: int | None, where: str) -> tuple[list[Finding]
 
 
 def _check_folder(path: Path, folder: ModelFolder, free_bytes: int | None, where: str) -> Iterator[Finding]:
-    from common.model_folder import read_chat_template
+    from common.tokenizer_files import read_chat_templates
 
     yield ok(
         f"model {path}",
         f"{folder.architecture}, blocks of {folder.block_size}, context of {folder.context_length}, "
-        f"fingerprint {folder.fingerprint[:12]}",
+        f"fingerprint {short_fingerprint(folder.fingerprint)}",
     )
     for hint in folder.warnings:
         yield warn("model", hint, "give the flag to both services if so")
     yield ok("tokenizer", f"{folder.num_tokens} tokens, mask {folder.mask_token_id}, stop {folder.stop_token_ids}")
-    if read_chat_template(path) is None:
+    if not read_chat_templates(path):
         yield warn("chat template", "none, so messages are refused", "ask with plain prompts: fdfo generate --raw")
     if folder.has_weights:
         try:

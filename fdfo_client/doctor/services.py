@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from common.fingerprint import check_fingerprint, short_fingerprint
 from fdfo.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from fdfo.worker.v1 import worker_pb2, worker_pb2_grpc
 from fdfo_client._access import Access
@@ -191,10 +192,19 @@ def _check_common(what: str, look: Look, its_version: str, our_version: str | No
 
 
 def _check_model(what: str, its_fingerprint: str, name: str, fingerprint: str | None) -> Finding:
-    if fingerprint is not None and its_fingerprint != fingerprint:
+    if fingerprint is not None and not _is_same_model(its_fingerprint, fingerprint):
         return warn(
             what,
-            f"serves {name}, fingerprint {its_fingerprint[:12]}, not {fingerprint[:12]}",
+            f"serves {name}, fingerprint {short_fingerprint(its_fingerprint)}, not {short_fingerprint(fingerprint)}",
             "start all services with one --model-path, and give it here",
         )
-    return ok(what, f"serves {name}, fingerprint {its_fingerprint[:12]}")
+    return ok(what, f"serves {name}, fingerprint {short_fingerprint(its_fingerprint)}")
+
+
+def _is_same_model(one: str, other: str) -> bool:
+    """Weights that one of them does not know are no difference."""
+    try:
+        check_fingerprint(*sorted((one, other), key=lambda fingerprint: fingerprint.endswith("-")))
+    except ValueError:
+        return False
+    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -14,7 +14,8 @@ from fdfo_client.bench.workload import read_jsonl
 
 Check: TypeAlias = Callable[[str, str], bool]
 
-_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+# A minus sign belongs to the number unless something stands before it that it may be subtracted from: 5-7 has a 7.
+_NUMBER = re.compile(r"(?:(?<![\w)\].])-)?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,42 @@ def is_exact(said: str, answer: str) -> bool:
     return said.strip() == answer.strip()
 
 
+def is_same_text(said: str, answer: str) -> bool:
+    """As `is_exact`, whatever the case, the kind of white space, and a full stop at the end."""
+    return len({" ".join(text.casefold().split()).removesuffix(".").rstrip() for text in (said, answer)}) == 1
+
+
 def has_number(said: str, answer: str) -> bool:
     """The last number in what was said is the last one in the answer; 1,200 and 1200.0 are the same number."""
-    numbers = [_NUMBER.findall(text) for text in (said, answer)]
+    numbers = [_numbers(text) for text in (said, answer)]
     return all(numbers) and len({float(found[-1].replace(",", "")) for found in numbers}) == 1
 
 
-CHECKS: Mapping[str, Check] = {"exact": is_exact, "number": has_number}
+def is_right(said: str, answer: str) -> bool:
+    """`has_number` where the answer is nothing but a number, else `is_same_text`."""
+    return (has_number if _numbers(answer) == [_with_plain_minus(answer.strip())] else is_same_text)(said, answer)
+
+
+def _numbers(text: str) -> list[str]:
+    return _NUMBER.findall(_with_plain_minus(text))
+
+
+def _with_plain_minus(text: str) -> str:
+    return text.replace("\N{MINUS SIGN}", "-")
+
+
+CHECKS: Mapping[str, Check] = {"auto": is_right, "exact": is_exact, "text": is_same_text, "number": has_number}
+
+
+def refuse_impossible(problems: Sequence[Problem], check: str) -> None:
+    """Raises InvalidRequest naming the first problem whose own answer is not right by this check: none would be."""
+    for number, problem in enumerate(problems, start=1):
+        if not CHECKS[check](problem.answer, problem.answer):
+            raise InvalidRequest(
+                f"--check {check}: no answer to problem {number} could be right, since {problem.answer[:40]!r} is the "
+                "right one; take --check auto",
+                "check",
+            )
 
 
 def read_problems(path: Path) -> list[Problem]:

@@ -225,17 +225,27 @@ async def _ask(client: AsyncClient, problem: Problem, check: Check, options: dic
     return Result(problem.prompt, problem.answer, said, is_right, usage.completion_tokens, usage.forwards)
 
 
+async def check_server(targets: Sequence[str], access: Access = OPEN) -> None:
+    """Raises FdfoError if nothing answers at the targets."""
+    async with AsyncClient(targets, tls=access.tls, api_key=access.api_key) as client:
+        await client.server_info()
+
+
 def compare(first: Run, second: Run) -> Comparison:
     """Pair both runs problem by problem. Raises InvalidRequest where they are not of the same problems."""
-    pairs = list(zip(first.results, second.results, strict=False))
-    for number, (left, right) in enumerate(pairs, start=1):
-        if (left.prompt, left.answer) != (right.prompt, right.answer):
-            raise InvalidRequest(f"the two runs cannot be paired: their problem {number} is not the same")
-    if len(first.results) != len(second.results):
-        counts = f"{len(first.results)} and {len(second.results)}"
-        raise InvalidRequest(f"the two runs cannot be paired: they are of {counts} problems")
+    check_same_problems(first.results, second.results)
+    pairs = list(zip(first.results, second.results, strict=True))
     answered = [pair for pair in pairs if pair[0].error is None and pair[1].error is None]
     return Comparison(answered, len(pairs) - len(answered))
+
+
+def check_same_problems(first: Sequence[Problem | Result], second: Sequence[Problem | Result]) -> None:
+    """Raises InvalidRequest where two runs, or problems and a run of them, are not of the same problems."""
+    for number, (left, right) in enumerate(zip(first, second, strict=False), start=1):
+        if (left.prompt, left.answer) != (right.prompt, right.answer):
+            raise InvalidRequest(f"the two runs cannot be paired: their problem {number} is not the same")
+    if len(first) != len(second):
+        raise InvalidRequest(f"the two runs cannot be paired: they are of {len(first)} and {len(second)} problems")
 
 
 def read_run(path: Path) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from typing import Any
 
@@ -203,6 +204,19 @@ def test_mask_token_as_text_is_text(name: str) -> None:
     assert ids == [[MASK, MASK, 5, MASK], [MASK, 5, MASK, 6]]
     assert not any(map(any, masked))
     assert done == [True, False]
+
+
+@pytest.mark.parametrize(("bound", "num_filled"), [(0.0, 1), (math.log(2), 1), (0.7, 2), (2 * math.log(2), 2)])
+def test_entropies_stay_below_the_bound(bound: float, num_filled: int) -> None:
+    """A running sum that equals the bound is not below it: of positions with two equal tokens the first is filled at
+    the bound of its own entropy, as the fallback; certain ones come one a step at a bound of 0."""
+    algorithm = ALGORITHMS["EntropyBounded"]
+    logits = torch.full((1, 4, 8), -1e4)
+    logits[..., 4 : 5 if bound == 0 else 6] = 0.0
+    logits[:, 0, 5] = -1e4  # certain
+    row = make_row([None] * 4, MASK, params=defaults(algorithm, entropy_bound=bound))
+    _, masked, _, _ = run_step(algorithm, [row], logits)
+    assert 4 - sum(masked[0]) == num_filled
 
 
 @names

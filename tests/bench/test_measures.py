@@ -196,7 +196,7 @@ def test_a_request_at_a_time_is_compared_on_the_same_prompts(monkeypatch: pytest
         seen.append(set(map(tuple, prompts)))
         return {"tokens/s": 950.0}
 
-    monkeypatch.setattr(tiny, "load_loop", lambda settings: (None, SimpleNamespace(runner=None, config=None)))
+    monkeypatch.setattr(tiny, "load_loop", lambda *_: SimpleNamespace(runner=None, config=None))
     monkeypatch.setattr(tiny, "closed_figures", closed_figures)
     for name, speed in (("run_plain", 1000.0), ("run_one_at_a_time", 500.0), ("run_without_kv", 200.0)):
         monkeypatch.setattr(tiny, name, plain(speed))

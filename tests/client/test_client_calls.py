@@ -223,7 +223,7 @@ def test_tools_calls_and_variables_travel_as_json() -> None:
             messages=[
                 {"role": "user", "content": "Hi"},
                 {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "tool", "content": "21"},
+                {"role": "tool", "content": "21", "name": None},  # type: ignore[typeddict-unknown-key]
             ],
             tools=[tool],
             chat_template_kwargs={"enable_thinking": False, "depth": 2, "tone": "ü"},
@@ -249,6 +249,7 @@ def test_tools_calls_and_variables_travel_as_json() -> None:
         (None, {"prompt_ids": ["a"]}, "prompt_ids"),
         (None, {"messages": [{"role": "user"}]}, "messages"),
         (None, {"messages": ["x"]}, "messages"),
+        (None, {"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages[0].name"),
         (None, {"messages": [{"role": "assistant", "tool_calls": [{1, 2}]}]}, "messages[0].tool_calls"),
         (None, {"messages": [{"role": "user", "content": "x"}], "tools": [{"a": {1}}]}, "tools"),
         (None, {"messages": [{"role": "user", "content": "x"}], "tools": 5}, "tools"),

@@ -15,10 +15,10 @@ import grpc
 import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
-from fdfo_client import InvalidRequest, cli
-from fdfo_client.commands.evaluate import progress
-from fdfo_client.evaluate.problems import has_number, is_exact, read_problems
-from fdfo_client.evaluate.run import Result, Run, compare
+from fdfo_client import InvalidRequest, ServerUnavailable, cli
+from fdfo_client.commands.evaluate import progress, table
+from fdfo_client.evaluate.problems import CHECKS, has_number, is_exact, read_problems
+from fdfo_client.evaluate.run import Result, Run, ask_all, compare
 from fdfo_client.evaluate.statistics import mcnemar_p, wilson_interval
 from fdfo_client.testing import FakeScheduler, Step, committed, failure, finished, serving, started
 
@@ -94,11 +94,32 @@ def test_mcnemar_of_many_pairs_is_a_number() -> None:
         ("2 + 3 = 5", "2", False, False),
         ("-4", "4", False, False),
         ("none", "none", True, False),
+        ("5-7", "7", False, True),
+        ("so x = -7", "\N{MINUS SIGN}7", False, True),
+        ("(a)-7", "-7", False, False),
+        ("it is \N{MINUS SIGN}7", "-7", False, True),
     ],
 )
 def test_when_an_answer_is_right(said: str, answer: str, same_text: bool, same_number: bool) -> None:
     """`exact` compares texts but for white space at their ends, `number` the last numbers."""
     assert (is_exact(said, answer), has_number(said, answer)) == (same_text, same_number)
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "right"),
+    [
+        ("the answer is 7", "7", True),
+        ("the answer is 7", "-7.0", False),
+        ("Olleh.", "olleh", True),
+        ("the answer is olleh", "olleh", False),
+        ("3 / 4", "3/4", False),
+        ("3/4", "3/4", True),
+        ("x  is\n7 ", "X is 7", True),
+    ],
+)
+def test_what_is_compared_depends_on_the_answer(said: str, answer: str, right: bool) -> None:
+    """`auto` looks for the number where the answer is nothing else, and compares texts else."""
+    assert CHECKS["auto"](said, answer) is right
 
 
 @pytest.mark.parametrize(
@@ -194,6 +215,52 @@ def test_a_run_is_paired_with_a_saved_one(problems: Path, tmp_path: Path, capsys
         "mcnemar_p": 1.0,
     }
     assert figures["against"]["right"] == 3
+
+
+def test_a_run_is_kept_when_the_other_server_is_lost(
+    problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was asked may have taken hours: it is in table and file, whatever becomes of the second run."""
+    path, ask = tmp_path / "out.json", ask_all
+
+    async def lost(targets: Sequence[str], *arguments: Any, **options: Any) -> Run:
+        if options["name"] == other:
+            raise ServerUnavailable("it is gone")
+        return await ask(targets, *arguments, **options)
+
+    monkeypatch.setattr("fdfo_client.commands.evaluate.ask_all", lost)
+    with serving(FakeScheduler(says())) as other:
+        flags = ("--problems", str(problems), "--json", str(path), "--against", other)
+        assert run(FakeScheduler(says(two="5")), *flags) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(path.read_text())["right"] == 3 and "75.0%" in out and "it is gone" in err
+
+
+def test_a_server_that_is_not_there_is_found_before_the_other_is_asked(problems: Path) -> None:
+    """Both sides of a comparison are looked at first."""
+    scheduler = FakeScheduler(says())
+    assert run(scheduler, "--problems", str(problems), "--against", "127.0.0.1:1") == 1
+    assert not scheduler.requests
+
+
+def test_what_could_never_be_right_is_refused_before_a_request(
+    problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A check by numbers of an answer without one, and a saved run of other problems, are wrong usage."""
+    scheduler, path = FakeScheduler(says()), tmp_path / "words.jsonl"
+    path.write_text('{"prompt": "one?", "answer": "eno"}')
+    assert run(scheduler, "--problems", str(path), "--check", "number") == 2
+    assert "--check number: no answer to problem 1 could be right, since 'eno' is" in capsys.readouterr().err
+    saved = tmp_path / "saved.json"
+    saved.write_text(json.dumps(a_run("one?").to_json()))
+    assert run(scheduler, "--problems", str(problems), "--against", str(saved)) == 2
+    assert "they are of 4 and 1 problems" in capsys.readouterr().err
+    assert not scheduler.requests
+
+
+def test_rows_of_one_server_have_names_of_their_own() -> None:
+    """A run and the saved one of the same server are told apart."""
+    assert [line.split("  ")[0] for line in table([a_run("x"), a_run("x")])[1:]] == ["a (now)", "a (against)"]
 
 
 def a_run(*prompts: str) -> Run:

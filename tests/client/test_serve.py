@@ -38,8 +38,8 @@ server = socket.create_server(("127.0.0.1", port))
 print("a line that is not for us", flush=True)
 target = "127.0.0.1:%d" % server.getsockname()[1]
 print(json.dumps({"event": "ready", "target": target, "pid": os.getpid()}), flush=True)
-if behaviour == "falls over":
-    sys.exit(4)
+if behaviour in ("falls over", "has lost its model"):
+    sys.exit(4 if behaviour == "falls over" else 2)
 if behaviour == "falls over when touched":
     print("began with", sys.argv[3], flush=True)
     server.accept()
@@ -426,6 +426,20 @@ def test_the_back_off_doubles_and_starts_over() -> None:
         keeper.clock_step_s = 30.0
         assert await keeper.next_delay_s() == 0.5
         assert await keeper.next_delay_s() == 0.5
+        await keeper.child.stop(asyncio.Event())
+
+    asyncio.run(scenario())
+
+
+def test_a_child_with_a_wrong_configuration_is_not_started_again() -> None:
+    """Status 2 is that of flags and files that will not do another time either: `fdfo serve` ends with the reason."""
+
+    async def scenario() -> None:
+        keeper = Keeper("has lost its model")
+        await keeper.child.start()
+        assert keeper.child.keeper is not None
+        with pytest.raises(child_process.ServeError, match="worker 0 ended with status 2, a wrong configuration"):
+            await asyncio.wait_for(keeper.child.keeper, 10)
         await keeper.child.stop(asyncio.Event())
 
     asyncio.run(scenario())

@@ -196,7 +196,7 @@ def refused_or_warned(path: Path, checkpoint: Checkpoint, algorithm: str) -> tup
         ("LLaDA2.0", "JointThreshold", "", "LLaDA2.0 is not"),
         ("LLaDA2.0", "EntropyBounded", "", ""),
         ("SDAR-b4", "JointThreshold", "", "not trained for it; what fits is LowConfidenceDynamic, "),
-        ("Fast-dLLM-v2", "JointThreshold", "unknown algorithm 'JointThreshold'", ""),
+        ("Fast-dLLM-v2", "JointThreshold", "JointThreshold cannot run on this model", ""),
     ],
 )
 def test_an_algorithm_that_does_not_fit(tmp_path: Path, name: str, algorithm: str, refusal: str, hint: str) -> None:

@@ -174,6 +174,29 @@ def test_the_next_first_token_is_the_most_probable_one() -> None:
     assert torch.equal(logits, kept), "algorithms and records see them after it"
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 7])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_warm_up_runs_on_blocks_of_any_size(block_size: int, shift: int) -> None:
+    """Also on blocks of one position, which has none to give to the prompt."""
+    model = published(NAME)
+    loop = loop_of(model_of(model.config, model.weights), block_size=block_size, mask_id=MASK, logit_shift=shift)
+    warm_up(loop)
+    assert loop.pool.num_free == loop.pool.total
+
+
+def test_blocks_of_one_position_are_the_autoregressive_loop() -> None:
+    """Each block begins with its only token known: the most probable one after all before it."""
+    model = published(NAME, head_scale=5.0)
+    expected = list(PROMPT)
+    for _ in range(5):
+        logits = model.forward(expected, 1)[-1]
+        logits[MASK] = -torch.inf
+        expected.append(int(logits.argmax()))
+    loop = loop_of(model_of(model.config, model.weights), block_size=1, mask_id=MASK, logit_shift=1)
+    row = row_of("a", PROMPT, loop, 5, algorithm="HierarchyBlock")
+    assert answers(loop, [row], pb.MODE_FDFO) == [expected[len(PROMPT) :]]
+
+
 def test_every_algorithm_that_does_not_edit_runs() -> None:
     """All of them end with the limit, and the warm-up runs them all."""
     loop = make_loop()

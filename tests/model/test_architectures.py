@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.architectures import ARCHITECTURES, CheckpointError
+from common.folder_files import folder_name
 from common.model_folder import ModelFolderError, read_model_folder
 from tests.model.checkpoints import merge_experts
 from tests.model.forwards import Bench, Part, in_blocks, model_of, random_ids
@@ -247,11 +249,27 @@ def test_what_overrides_the_mask_id(tmp_path: Path) -> None:
         read_model_folder(tmp_path)
 
 
+def test_two_mask_tokens(tmp_path: Path) -> None:
+    """Where a tokenizer has both texts of SDAR's mask token, config.json's id or the published one says which is it;
+    without their word the folder is refused, as the wrong one would be a mask that the model never saw."""
+    name = "SDARForCausalLM"
+    config, weights, _ = published(name)
+    write_published(tmp_path, name, config | {"vocab_size": VOCAB}, weights)
+    byte_tokenizer([], ("<|endoftext|>", "<MASK>", "<|MASK|>")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelFolderError, match=r"<\|MASK\|> with id 258 and <MASK> with id 257, .*--mask-token-id"):
+        read_model_folder(tmp_path)
+    assert read_model_folder(tmp_path, mask_token_id=257).mask_token_id == 257
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mask_token_id": 257}))
+    assert read_model_folder(tmp_path).mask_token_id == 257
+
+
 def test_a_folder_that_is_named_for_other_blocks(tmp_path: Path) -> None:
     """SDAR-...-b32 with blocks of 4 is warned of, unless the flag says what is meant."""
     name = "SDARForCausalLM"
     path = tmp_path / "SDAR-4B-Chat-b32"
-    assert "--block-size 32" in published_folder(path, name).warnings[0]
+    for likewise in (path, tmp_path / "SDAR-b32-fp32", tmp_path / "models--JetLM--SDAR-4B-Chat-b32/snapshots/0f1e"):
+        assert "--block-size 32" in published_folder(likewise, name).warnings[0]
+    assert folder_name(likewise) == "SDAR-4B-Chat-b32"
     assert not published_folder(path, name, block_size=32).warnings
     assert not published_folder(path, name, block_size=4).warnings
 
@@ -261,7 +279,14 @@ def test_a_folder_that_is_named_for_other_blocks(tmp_path: Path) -> None:
     [
         ("SDARForCausalLM", "use_regular_causal", True),
         ("SDARForCausalLM", "quantization_config", {"quant_method": "awq"}),
+        ("SDARForCausalLM", "compression_config", {"format": "pack-quantized"}),
         ("SDARForCausalLM", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("SDARForCausalLM", "rope_scaling", "yarn"),
+        ("LLaDA2MoeModelLM", "rope_parameters", {"type": "yarn", "factor": 4.0, "rope_theta": 1e6}),
+        ("SDARForCausalLM", "rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}),
+        ("Fast_dLLM_QwenForCausalLM", "rope_parameters", {"rope_type": "default", "factor": 4.0}),
+        ("SDARForCausalLM", "layer_types", ["sliding_attention"] * 2),
+        ("LLaDA2MoeModelLM", "layer_types", ["sliding_attention"] * 3),
         ("SDARForCausalLM", "attention_bias", True),
         ("SDARForCausalLM", "use_sliding_window", True),
         ("SDARForCausalLM", "hidden_act", "gelu"),
@@ -285,12 +310,14 @@ def test_a_configuration_that_is_not_served(name: str, key: str, value: Any) -> 
 
 
 def test_absent_keys_have_the_defaults_of_the_configuration_classes() -> None:
-    """As transformers' Qwen3, Qwen3-MoE and Qwen2 classes have them."""
+    """As transformers' Qwen3, Qwen3-MoE and Qwen2 classes have them; a key that is null is absent."""
     optional = ("head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "norm_topk_prob", "layer_types")
     found = {}
     for name in QWEN_NAMES:
         raw = {key: value for key, value in CONFIGS[name].items() if key not in optional}
         backbone = ARCHITECTURES[name].backbone(raw)
+        nulls = dict.fromkeys((*optional, "hidden_act", "use_sliding_window", "mlp_only_layers", "rope_parameters"))
+        assert ARCHITECTURES[name].backbone(raw | nulls) == backbone
         normalise = None if backbone.experts is None else backbone.experts.normalise
         found[name] = (backbone.head_dim, backbone.rms_norm_eps, backbone.rope_theta, backbone.tied_head, normalise)
     assert found == {

@@ -133,19 +133,23 @@ def test_progress_counts_bytes(tmp_path: Path, weights: dict[str, Tensor]) -> No
 
 
 def test_dtype_of_the_configuration(tmp_path: Path, weights: dict[str, Tensor]) -> None:
-    """Without a dtype it is the checkpoint's, under its old and its new key; what is not built is refused."""
+    """Without a dtype it is the checkpoint's, under its old and its new key, or that of the tensors; what is not built
+    is refused with what to do."""
     write_checkpoint(tmp_path, TINY_CONFIG, weights)
     without = {key: value for key, value in TINY_CONFIG.items() if key != "dtype"}
     for keys, dtype in (
         ({"dtype": "bfloat16"}, torch.bfloat16),
-        ({"torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "torch.bfloat16"}, torch.bfloat16),
         ({}, torch.float32),
     ):
         model = load_model(folder_of(tmp_path, without | keys), dtype=None, device="cpu")
         assert model.dtype is dtype
         assert model.checkpoint_tensors(merged_experts=False)["lm_head.weight"].dtype is dtype
-    with pytest.raises(CheckpointError, match="float16"):
+    with pytest.raises(CheckpointError, match="'float16' is not served; choose --dtype float32 or bfloat16"):
         load_model(folder_of(tmp_path, without | {"dtype": "float16"}), dtype=None, device="cpu")
+    stored = {name: w if name.endswith("expert_bias") else w.bfloat16() for name, w in weights.items()}
+    write_checkpoint(tmp_path, TINY_CONFIG, stored)
+    assert load_model(folder_of(tmp_path, without), dtype=None, device="cpu").dtype is torch.bfloat16
 
 
 def test_configuration_defaults() -> None:
@@ -164,11 +168,12 @@ def test_rotary_keys_as_transformers_5_writes_them() -> None:
     """rope_parameters stands for rope_theta and partial_rotary_factor; whatever else it may say is refused."""
     raw = {key: value for key, value in TINY_CONFIG.items() if key not in ("rope_theta", "partial_rotary_factor")}
     parameters = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
-    assert LLADA2_MOE.backbone(raw | {"rope_parameters": parameters}).rope_theta == 1000.0
     refused = ({"rope_type": "yarn"}, {"type": "yarn"}, {"factor": 2.0}, {"full_attention": parameters})
-    for given in (*(parameters | more for more in refused), {"full_attention": parameters}, "default"):
-        with pytest.raises(CheckpointError, match="rope_parameters"):
-            LLADA2_MOE.backbone(raw | {"rope_parameters": given})
+    for name in ("rope_parameters", "rope_scaling"):
+        assert LLADA2_MOE.backbone(raw | {name: parameters}).rope_theta == 1000.0
+        for given in (*(parameters | more for more in refused), {"full_attention": parameters}, "default"):
+            with pytest.raises(CheckpointError, match=name):
+                LLADA2_MOE.backbone(raw | {name: given})
 
 
 # What is refused: files
@@ -290,7 +295,6 @@ def test_a_tensor_under_two_names(tmp_path: Path, weights: dict[str, Tensor]) ->
     [
         ("expert_capacity", 48),
         ("rope_scaling", {"type": "yarn", "factor": 2.0}),
-        ("rope_scaling", {}),
         ("quantization_config", {"quant_method": "fp8"}),
         ("num_key_value_heads", 3),
         ("num_attention_heads", 0),

@@ -39,7 +39,17 @@ ALSO_ALLOWED = {
     Path("fdfo_client/serve.py"): SETTINGS,
     Path("fdfo_client/serve_settings.py"): SETTINGS,
     # What a model folder is, said by who serves it.
-    Path("fdfo_client/doctor/model.py"): {"common.model_folder", "common.architectures", "worker_svc.settings"},
+    Path("fdfo_client/doctor/model.py"): {
+        "common.model_folder",
+        "common.tokenizer_files",
+        "common.architectures",
+        "common.fingerprint",
+        "worker_svc.settings",
+    },
+    Path("fdfo_client/doctor/services.py"): {"common.fingerprint"},
+    Path("fdfo_client/commands/info.py"): {"common.fingerprint"},
+    # The exit status of a service whose configuration is wrong.
+    Path("fdfo_client/child_process.py"): SETTINGS,
     Path("fdfo_client/commands/replay.py"): SETTINGS | {"common.logging"},
     Path("fdfo_client/bench/virtual.py"): {"common", "scheduler_svc", "worker_svc"},
 }

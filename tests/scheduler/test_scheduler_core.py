@@ -248,6 +248,25 @@ def test_another_model_behind_the_address_is_not_used() -> None:
     play(bench, scene)
 
 
+@pytest.mark.parametrize("own", ["scripted-", "scripted-a"], ids=["without weights", "with weights"])
+def test_workers_with_other_weights_are_not_used(own: str) -> None:
+    """A finetune has its base's configuration. The scheduler's own weights say which is meant, or, where its folder has
+    none, those of the first worker; requests and clients are told that fingerprint."""
+    loops = [make_loop(), make_loop()]
+    for loop, weights in zip(loops, "ab", strict=True):
+        loop.config = dataclasses.replace(loop.config, fingerprint=f"scripted-{weights}")
+    bench = Bench(*loops, folder=dataclasses.replace(FOLDER, fingerprint=own))
+
+    async def scene() -> None:
+        while "weights" not in bench.links[1].last_error:
+            await asyncio.sleep(0)
+        assert (await bench.read(await bench.submit("a", effort(2), 31)))[0] == expected(1, 31)
+        assert bench.scheduler.info().fingerprint == "scripted-a"
+
+    play(bench, scene)
+    assert not loops[1].totals.forwards and bench.links[0].requests[0].fingerprint == "scripted-a"
+
+
 def test_closing_lets_live_requests_finish_and_refuses_new_ones() -> None:
     """SIGTERM: what finishes within the grace time finishes."""
     bench = Bench(make_loop())
@@ -345,11 +364,16 @@ def test_a_round_that_only_continues_names_rows_and_nothing_else() -> None:
     assert later and all(not request.starts and list(request.continues.request_ids) == ["a"] for request in later)
 
 
-def test_an_editing_algorithm_is_warned_of_once() -> None:
-    """Whoever uses JointThreshold is told that the checkpoint must be trained for it."""
-    bench = Bench(make_loop())
+@pytest.mark.parametrize("default", [None, "JointThreshold"])
+def test_an_editing_algorithm_is_warned_of_once(default: str | None) -> None:
+    """Whoever uses JointThreshold is told that the checkpoint must be trained for it; where it is the default, at the
+    start."""
+    bench = Bench(make_loop(), dllm_algorithm=default)
 
     async def scene() -> None:
+        while not bench.scheduler.has_worker:
+            await asyncio.sleep(0)
+        assert [entry["event"] for entry in logs].count("algorithm_may_not_fit") == (default is not None)
         for name in ("plain", "one", "two"):
             algorithm = "LowConfidence" if name == "plain" else "JointThreshold"
             await bench.read(await bench.submit(name, effort(2), 31, algorithm=algorithm))

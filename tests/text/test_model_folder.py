@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from common.model_folder import ModelFolderError, load_tokenizer, read_chat_template, read_model_folder
+from common.fingerprint import check_fingerprint
+from common.model_folder import ModelFolderError, load_tokenizer, read_model_folder
+from common.tokenizer_files import read_chat_templates
 from tests.text.folders import LLADA2_CONFIG, SHIPPED, byte_tokenizer, safetensors_bytes, spell, write_folder
 
 
@@ -20,7 +22,7 @@ def test_the_shipped_model() -> None:
     assert (folder.block_size, folder.vocab_size, folder.num_tokens, folder.context_length) == (32, 512, 512, 4096)
     assert (folder.mask_token_id, folder.stop_token_ids) == (1, (0, 4))
     assert folder.config["num_experts"] == 8
-    assert len(folder.fingerprint) == 64
+    assert [len(part) for part in folder.fingerprint.split("-")] == [32, 32]
 
 
 def test_special_ids_by_text_come_before_the_table(tmp_path: Path) -> None:
@@ -97,7 +99,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / "generation_config.json").write_text('{"eos_token_id": 257}'),
         "both the mask",
     ),
-    "no weights": (lambda path: (path / "model.safetensors").unlink(), "no weights"),
+    "index of nothing": (
+        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}'),
+        "no valid index",
+    ),
     "weights empty": (lambda path: (path / "model.safetensors").write_bytes(b""), "cut off"),
     "weights cut off": (
         lambda path: (path / "model.safetensors").write_bytes(safetensors_bytes(b"x" * 100)[:50]),
@@ -108,7 +113,9 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "chat_template must be",
     ),
     "templates without default": (
-        lambda path: (path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "rag"}]}'),
+        lambda path: (path / "tokenizer_config.json").write_text(
+            '{"chat_template": [{"name": "rag", "template": ""}]}'
+        ),
         "'default'",
     ),
 }
@@ -163,27 +170,55 @@ def test_the_fingerprint_does_not_depend_on_the_place(tmp_path: Path) -> None:
     ],
 )
 def test_the_fingerprint_changes_with_the_model(tmp_path: Path, change: Callable[[Path], object]) -> None:
-    """Configuration, tokenizer, template and weight index are all in the fingerprint."""
+    """Configuration, tokenizer, template, and name, size and header of the weight files are all in the fingerprint."""
     folder = write_folder(tmp_path)
     before = read_model_folder(folder).fingerprint
     change(folder)
     assert read_model_folder(folder).fingerprint != before
 
 
-def test_the_fingerprint_reads_no_weights(tmp_path: Path) -> None:
-    """Weights of the same size are not looked at: 200 GB must not be hashed at a start."""
+@pytest.mark.parametrize("place", [0, 3_000_000, 5_950_000])
+def test_other_weights_are_another_fingerprint(tmp_path: Path, place: int) -> None:
+    """A finetune has the configuration, names and sizes of its base: what a file holds is looked at, in samples."""
+    tensors = bytearray(6_000_000)
+    before = read_model_folder(write_folder(tmp_path, weights=safetensors_bytes(tensors=bytes(tensors)))).fingerprint
+    tensors[place : place + 50_000] = b"\1" * 50_000
+    after = read_model_folder(write_folder(tmp_path, weights=safetensors_bytes(tensors=bytes(tensors)))).fingerprint
+    assert after != before and after.partition("-")[0] == before.partition("-")[0]
+
+
+def test_the_fingerprint_reads_little_of_large_files(tmp_path: Path) -> None:
+    """A terabyte takes no longer than a megabyte: a start must not wait until all weights are hashed."""
     folder = write_folder(tmp_path)
-    before = read_model_folder(folder).fingerprint
-    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors=b"\1" * 16))
-    assert read_model_folder(folder).fingerprint == before
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(2**40)
+    assert read_model_folder(folder).fingerprint
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    """A scheduler's folder may lack them, all or some: then its fingerprint is of the rest, and fits any weights."""
+    folder = write_folder(tmp_path)
+    whole = read_model_folder(folder).fingerprint
+    (folder / "model.safetensors").unlink()
+    bare = read_model_folder(folder).fingerprint
+    assert bare == whole.partition("-")[0] + "-"
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
+    assert read_model_folder(folder).fingerprint == bare
+    check_fingerprint(theirs=whole, ours=bare)
+    check_fingerprint(theirs=whole, ours=whole)
+    with pytest.raises(ValueError, match=r"another model: .* the weights are not those"):
+        check_fingerprint(theirs=bare + "0" * 32, ours=whole)
+    with pytest.raises(ValueError, match=r"another model: .*--block-size"):
+        check_fingerprint(theirs="0" * 32 + whole[32:], ours=whole)
 
 
 def test_the_jinja_file_comes_before_the_tokenizer_configuration(tmp_path: Path) -> None:
-    """chat_template.jinja wins; of a named list the default is taken; without either there is none."""
-    assert read_chat_template(write_folder(tmp_path)) is None
+    """chat_template.jinja wins; a list gives all its templates by name; without either there is none."""
+    assert read_chat_templates(write_folder(tmp_path)) == {}
     named = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
-    assert read_chat_template(write_folder(tmp_path, tokenizer_config={"chat_template": named})) == "d"
-    assert read_chat_template(write_folder(tmp_path, template="file")) == "file"
+    found = read_chat_templates(write_folder(tmp_path, tokenizer_config={"chat_template": named}))
+    assert found == {"rag": "r", "default": "d"}
+    assert read_chat_templates(write_folder(tmp_path, template="file")) == {"default": "file"}
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
@@ -215,6 +250,22 @@ def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert isinstance(tokenizer, Tokenizer)
     assert tokenizer.encode("that", add_special_tokens=False).ids == [256, *b"at"]
+
+
+def test_what_transformers_adds_behind_the_vocabulary_is_no_token(tmp_path: Path) -> None:
+    """SDAR names its mask token with another text than it lists; the id that transformers makes up for it is unknown
+    to the model, so the one that the files define is the mask."""
+    vocabulary = {spell(bytes([byte])): byte for byte in range(256)} | {"<|endoftext|>": 256}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "added_tokens.json").write_text('{"<MASK>": 257}')
+    named = {"tokenizer_class": "GPT2Tokenizer", "mask_token": "<|MASK|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    config = LLADA2_CONFIG | {"architectures": ["SDARForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = read_model_folder(tmp_path)
+    assert (folder.mask_token_id, folder.num_tokens) == (257, 258)
+    assert 257 not in load_tokenizer(tmp_path).encode("<|MASK|>", add_special_tokens=False).ids
 
 
 def test_code_in_a_folder_is_never_run(tmp_path: Path) -> None:

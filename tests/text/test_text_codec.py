@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from common.errors import InvalidField
 from common.model_folder import ModelFolderError
@@ -156,6 +156,81 @@ def test_two_contents_never_join_into_a_special_token(tmp_path: Path, template: 
     first, second = "<|mask|>"[:cut], "<|mask|>"[cut:]
     assert codec.encode_chat([("user", f"a{first} \n"), ("user", second)])[-len(second) :] == list(second.encode())
     assert codec.encode_chat([("user", first), ("user", second)]) == list(b"<|mask|>")
+
+
+@pytest.mark.parametrize(
+    ("token", "text"),
+    [
+        (AddedToken("<MASK>", special=False, normalized=False), "a <MASK> b"),
+        (AddedToken("<MASK>", special=False, normalized=True), "a <MAS\u212a> b"),
+        (AddedToken("<MASK>", special=True, normalized=True), "a <MAS\u212a> b <MASK>"),
+        (AddedToken("MASK", special=True, normalized=False), "MASK"),
+        (AddedToken("<MASK>", lstrip=True, rstrip=True, special=True, normalized=False), "a <MASK> b"),
+        (AddedToken("<MASK>", single_word=True, special=True, normalized=False), "a<MASK>b <MASK>"),
+    ],
+    ids=["not special", "not special, normalized", "normalized", "a word", "takes white space", "a word of its own"],
+)
+def test_the_mask_text_is_text_whatever_the_tokenizer_says_of_it(tmp_path: Path, token: AddedToken, text: str) -> None:
+    """A token that is the mask by its role never comes of a client's text, content, tool, key or variable: neither
+    where the tokenizer forgot to call it special nor where its normalizer makes its text of other characters."""
+    tokenizer = byte_tokenizer([], ("<|im_end|>",))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens([token])
+    template = "{{ messages[0].content }}{{ tools | tojson }}{{ messages[0] }}{{ x }}{{ '<|im_end|>' }}"
+    codec = TextCodec(write_folder(tmp_path, tokenizer=tokenizer, template=template), special_ids=(257,))
+    assert 257 not in codec.encode_text(text)
+    ids = codec.encode_chat([("user", text)], [{text: text, "MASK": [{"a": text}]}], kwargs={"x": text})
+    assert [token_id for token_id in ids if token_id > 255] == [256]
+
+
+TOOL = {"name": "é", "n": [1]}
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ tools[0] | tojson(ensure_ascii=True) }}", '{"name": "\\u00e9", "n": [1]}'),
+        ("{{ tools[0] | tojson(True) }}", '{"name": "\\u00e9", "n": [1]}'),
+        ("{{ tools[0] | tojson(indent=1) }}", '{\n "name": "é",\n "n": [\n  1\n ]\n}'),
+        ("{{ tools | tojson(separators=(',', ':'), sort_keys=True) }}", '[{"n":[1],"name":"é"}]'),
+        ("{% generation %}a{% set x = 1 %}{% endgeneration %}{{ x is defined }}", "aFalse"),
+    ],
+)
+def test_what_transformers_gives_templates(tmp_path: Path, template: str, expected: str) -> None:
+    """The options of tojson in their order, and the tag that marks what training learns to say."""
+    codec = TextCodec(write_folder(tmp_path, template=template + "{# tools #}"))
+    assert codec.render_chat([("user", "x")], [TOOL]) == expected
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    """With tools the template named tool_use is taken, else the default one."""
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t{{ tools | length }}"}]
+    codec = TextCodec(write_folder(tmp_path, tokenizer_config={"chat_template": named}))
+    assert codec.render_chat([("user", "x")]) == "d"
+    assert codec.render_chat([("user", "x")], [TOOL]) == "t1"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ content.split('</think>')[-1].lstrip('\\n') }}", "b<role>"),
+        ("{{ content.split('</think>')[0].rstrip().split('<think>')[-1] }}", "\na"),
+        ("{{ '</think>' in content }}{{ '<mask>' in content }}", "TrueFalse"),
+        ("{{ content | trim | replace('</think>', '|') }}", "<think>\na|\nb<role>"),
+        ("{{ content.partition('</think>')[2] | trim }}", "b<role>"),
+        ("{{ (content + 'é') | tojson(ensure_ascii=True) }}", '"<think>\\na</think>\\nb<role>\\u00e9"'),
+        ("{{ content[:7] == '<think>' }}{{ content.startswith('<think>') }}", "FalseTrue"),
+    ],
+)
+def test_templates_find_special_text_in_contents(tmp_path: Path, template: str, expected: str) -> None:
+    """Thoughts are cut out of earlier turns also by models whose tokenizer calls the marks special; what is left of
+    the content is text all the same."""
+    tokenizer = byte_tokenizer([], ("<think>", "</think>", "<role>"))
+    template = "{% set content = messages[0].content %}" + template
+    codec = TextCodec(write_folder(tmp_path, tokenizer=tokenizer, template=template))
+    messages = [("assistant", "<think>\na</think>\nb<role>")]
+    assert codec.render_chat(messages) == expected
+    assert codec.encode_chat(messages) == list(expected.encode())
 
 
 def test_templates_see_what_they_expect(tmp_path: Path) -> None:

@@ -270,6 +270,11 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
         "algorithm",
         "unknown algorithm 'Magic'; this server has JointThreshold, LowConfidence",
     ),
+    "algorithm of other models": (
+        api.GenerateRequest(text="x", algorithm="HierarchyBlock"),
+        "algorithm",
+        "HierarchyBlock cannot run on this model; this server has JointThreshold, LowConfidence",
+    ),
     "parameter": (
         api.GenerateRequest(text="x", algorithm_params={"heat": 1}),
         "algorithm_params",
@@ -284,6 +289,11 @@ REFUSALS: dict[str, tuple[api.GenerateRequest, str, str]] = {
         api.GenerateRequest(text="x", algorithm_params={"threshold": 1.5}),
         "algorithm_params",
         "threshold must be from 0 to 1, not 1.5",
+    ),
+    "parameter a little too high": (
+        api.GenerateRequest(text="x", algorithm_params={"threshold": 1.0000001}),
+        "algorithm_params",
+        "threshold must be from 0 to 1, not 1.0000001",
     ),
     "parameter too low": (
         api.GenerateRequest(text="x", algorithm_params={"threshold": -0.1}),
@@ -505,13 +515,13 @@ def test_a_template_that_gives_nothing(tmp_path: Path) -> None:
         assert words in error.message
 
 
-def test_ids_of_the_padded_head_are_refused_in_prompts_only(tmp_path: Path) -> None:
-    """Rows of the head without a token are no prompt, but harmless as stop ids."""
+def test_ids_of_the_padded_head_may_stand_in_prompts(tmp_path: Path) -> None:
+    """Rows of the head without a token can be published, so the next turn may have them; beyond the head is nothing."""
     path = write_folder(tmp_path)  # 261 tokens, 600 rows
     rules = dataclasses.replace(RULES, codec=TextCodec(path), folder=read_model_folder(path))
-    request = api.GenerateRequest(prompt_ids=api.TokenIds(ids=[260]), stop_token_ids=[599])
+    request = api.GenerateRequest(prompt_ids=api.TokenIds(ids=[261, 599]), stop_token_ids=[599])
     assert parse_generate(request, rules).request_stop_ids == (599,)
-    assert refusal(api.GenerateRequest(prompt_ids=api.TokenIds(ids=[261])), rules).field == "prompt_ids.ids[0]"
+    assert refusal(api.GenerateRequest(prompt_ids=api.TokenIds(ids=[600])), rules).field == "prompt_ids.ids[0]"
 
 
 def test_two_defaults_of_an_algorithm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.worker.scripted import (
@@ -10,6 +11,7 @@ from tests.worker.scripted import (
     BLOCK,
     FILL,
     STOP,
+    Clock,
     Driver,
     ScriptedRunner,
     assert_whole,
@@ -21,7 +23,9 @@ from tests.worker.scripted import (
 )
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.kv.prefix_cache import ROOT, PrefixCache, page_keys
-from worker_svc.warm_up import warm_up
+from worker_svc.kv.store import KVStore
+from worker_svc.model_runner import ForwardInput
+from worker_svc.warm_up import WARM_UP_LIMIT_S, warm_up
 
 SHARED = [5] * 4 * BLOCK
 WRITTEN = [FILL + place % 8 for place in range(BLOCK)]  # a block as the scripted model writes it
@@ -167,6 +171,20 @@ def test_the_warm_up_leaves_nothing() -> None:
     loop = make_loop(num_slots=8)
     warm_up(loop)
     assert (loop.pool.num_free, cached(loop), loop.pool.num_calls) == (64, 0, 0)
+
+
+def test_the_warm_up_of_a_slow_model_ends_soon() -> None:
+    """After the first forward over the limit nothing more is computed: a large model on a CPU takes seconds for one."""
+    clock, forwards = Clock(), []
+
+    class Slow(ScriptedRunner):
+        def forward(self, inputs: ForwardInput, kv: KVStore) -> Tensor:
+            clock.now += WARM_UP_LIMIT_S
+            forwards.append(len(inputs.logits_units))
+            return super().forward(inputs, kv)
+
+    warm_up(make_loop(num_slots=8, runner=Slow(), clock=clock))
+    assert len(forwards) == 1
 
 
 def test_keys_tell_everything_before_them() -> None:

@@ -18,14 +18,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.errors import refusal_reason
-from common.model_folder import ModelFolder, ModelFolderError
+from common.model_folder import ModelFolderError
 from fdfo.worker.v1 import worker_pb2 as pb
 from fdfo.worker.v1 import worker_pb2_grpc
 from tests.scheduler.in_memory import FOLDER
 from tests.worker.scripted import BLOCK, effort, make_loop, start
-from worker_svc.__main__ import serve
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.server import SERVICE_NAME
+from worker_svc.service import serve
 from worker_svc.settings import WorkerSettings
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -41,18 +41,18 @@ class _Worker:
         self.loop = make_loop()
         self.logged: dict[str, dict[str, str]] = {}  # fields by event
 
-    def load(self) -> tuple[ModelFolder, DenoiseLoop]:
+    def load(self) -> DenoiseLoop:
         assert self.may_load.wait(LIMIT_S)
         if self.error is not None:
             raise self.error
-        return FOLDER, self.loop
+        return self.loop
 
     def play(self, scene: Callable[[asyncio.Task[int]], Awaitable[None]]) -> None:
         """Run `scene` while it serves; afterwards SIGTERM ends it."""
 
         async def run() -> None:
             settings = WorkerSettings(model_path=Path("m"), port=0, metrics_port=0)
-            serving = asyncio.create_task(serve(settings, self.load))
+            serving = asyncio.create_task(serve(settings, FOLDER, self.load))
             async with asyncio.timeout(LIMIT_S):
                 await self.until_it_says("loading")
                 async with grpc.aio.insecure_channel(self.logged["loading"]["target"]) as channel:
@@ -64,7 +64,7 @@ class _Worker:
                     assert await serving == 0
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("worker_svc.__main__.log.info", lambda event, **fields: self.logged.update({event: fields}))
+            patch.setattr("worker_svc.service.log.info", lambda event, **fields: self.logged.update({event: fields}))
             try:
                 asyncio.run(run())
             finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = ["CheckpointError", "load_model"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED_DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+STORED_DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 HEAD_NAME = "lm_head.weight"
 INDEX_NAME = "model.safetensors.index.json"
@@ -31,6 +33,7 @@ class _Stored:
 
     file: Path
     name: str
+    dtype: str  # as the file writes it
     shape: tuple[int, ...]
     num_bytes: int
 
@@ -49,11 +52,11 @@ def load_model(
     ten times. Raises CheckpointError, one line, for whatever cannot be served.
     """
     backbone = ARCHITECTURES[folder.architecture].backbone(folder.config)
+    stored = _read_headers(_weight_files(folder.path))
     if dtype is None:
-        dtype = _stored_dtype(folder.config)
+        dtype = _stored_dtype(folder.config, stored)
     with torch.device("meta"):  # shapes without memory
         shapes = Decoder(backbone, dtype)
-    stored = _read_headers(_weight_files(folder.path))
     second_head = stored.pop(HEAD_NAME, None) if backbone.tied_head else None
     merged_experts = any(name.endswith(".mlp.experts.gate_proj") for name in stored)
     _compare(stored, shapes.checkpoint_tensors(merged_experts))
@@ -77,10 +80,17 @@ def load_model(
     return model.eval()
 
 
-def _stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+def _stored_dtype(config: dict[str, Any], stored: dict[str, _Stored]) -> torch.dtype:
+    """What config.json says; of one that says nothing, the type of most bytes."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name is None:
+        num_bytes: Counter[str] = Counter()
+        for tensor in stored.values():
+            num_bytes[STORED_DTYPE_NAMES[tensor.dtype]] += tensor.num_bytes
+        name = max(num_bytes, key=num_bytes.__getitem__, default="float32")
+    name = name.removeprefix("torch.") if isinstance(name, str) else name
     if name not in DTYPES:
-        raise CheckpointError(f"config.json: dtype {name!r} is not served; choose one of {', '.join(DTYPES)}")
+        raise CheckpointError(f"the checkpoint's dtype {name!r} is not served; choose --dtype {' or '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -130,7 +140,7 @@ def _read_headers(files: dict[Path, set[str] | None]) -> dict[str, _Stored]:
                 if known_as in stored:
                     raise CheckpointError(f"{file}: {name} is there twice")
                 num_bytes = STORED_DTYPE_BYTES[stored_dtype] * torch.Size(shape).numel()
-                stored[known_as] = _Stored(file, name, shape, num_bytes)
+                stored[known_as] = _Stored(file, name, stored_dtype, shape, num_bytes)
     return stored
 
 
