@@ -20,7 +20,7 @@ from common.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from common.settings import parse_settings
 from fdfo.worker.v1 import worker_pb2_grpc
 from worker_svc import simulated
-from worker_svc.attention import ATTENTION_BACKENDS
+from worker_svc.attention import ATTENTION_BACKENDS, AttentionUnavailable
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
 from worker_svc.fault_hook import loop_type
@@ -96,7 +96,10 @@ def load_runner(folder: ModelFolder, settings: WorkerSettings) -> ModelRunner:
 
     dtype = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     model = load_model(folder, dtype=dtype, device=device, on_progress=on_progress)
-    attention = ATTENTION_BACKENDS[settings.attention_backend]()
+    try:
+        attention = ATTENTION_BACKENDS[settings.attention_backend].for_model(model, settings.batch_invariant)
+    except AttentionUnavailable as error:
+        raise SettingsError(f"--attention-backend {error}") from error
     return TorchModelRunner(model, attention, batch_invariant=settings.batch_invariant, logit_shift=folder.logit_shift)
 
 

@@ -62,7 +62,11 @@ class WorkerSettings(SecuritySettings):
         "auto", help="type of weights and KV; auto: what the checkpoint says", choices=("auto", "float32", "bfloat16")
     )
     device: str = setting("cpu", help="cpu, cuda or cuda:N", metavar="DEVICE", check=_check_device)
-    attention_backend: str = setting("torch", help="kernels that attend over the KV pool", choices=("torch",))
+    attention_backend: str = setting(
+        "torch",
+        help="kernels that attend over the KV pool; flashinfer: CUDA, bfloat16",
+        choices=("torch", "flashinfer"),
+    )
     fused_commit: bool = setting(
         True, help="FDFO: the forward that commits a block is also its next block's first; not where algorithms edit"
     )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 if TYPE_CHECKING:
     from worker_svc.kv.store import KVStore
     from worker_svc.model_runner import ForwardInput
+    from worker_svc.models.base import BlockModel
+
+
+class AttentionUnavailable(Exception):
+    """One line: why a backend cannot work here, and what to do."""
 
 
 class AttentionBackend(ABC):
@@ -18,6 +23,16 @@ class AttentionBackend(ABC):
     Unit (slot, block i) sees the positions [0, (i + 1) * block_size) of its slot and nothing else.
     `plan` once per forward, then `run` once per layer.
     """
+
+    @classmethod
+    def for_model(cls, model: BlockModel, batch_invariant: bool) -> Self:
+        """The backend for this model, where it lies. Raises AttentionUnavailable."""
+        return cls()
+
+    def for_graph(self, num_units: int) -> AttentionBackend | None:
+        """One for a captured forward of so many units: `plan` may then be called with fewer, and what `run` launches
+        stays as it is from plan to plan. None: what this backend launches depends on the lengths of the rows."""
+        return None
 
     @abstractmethod
     def plan(self, inputs: ForwardInput, kv: KVStore) -> None:

@@ -17,6 +17,7 @@ class BlockModel(nn.Module):
     """
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
