@@ -90,11 +90,17 @@ class TorchModelRunner:
         self._batch_invariant = batch_invariant
         self._logit_shift = logit_shift
         self._launched_at = 0.0
+        self._start_event: torch.cuda.Event | None = None
+        self._end_event: torch.cuda.Event | None = None
+        if self.is_asynchronous:
+            self._start_event, self._end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
         """See `ModelRunner.forward`. What it returns may be changed in place only under `torch.inference_mode`."""
         self._launched_at = time.perf_counter()
+        if self._start_event is not None:
+            self._start_event.record(torch.cuda.current_stream(self.device))
         if not self._batch_invariant:
             return self._forward(inputs, kv)
         wanted = inputs.logits_units.tolist()
@@ -108,10 +114,12 @@ class TorchModelRunner:
         return torch.cat([logits[unit] for unit in wanted])
 
     def finish(self) -> float:
-        """See `ModelRunner.finish`; from the launch on, so with the launch itself."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - self._launched_at) * 1000
+        """See `ModelRunner.finish`; on the CPU from the launch on."""
+        if self._start_event is None or self._end_event is None:
+            return (time.perf_counter() - self._launched_at) * 1000
+        self._end_event.record(torch.cuda.current_stream(self.device))
+        self._end_event.synchronize()
+        return float(self._start_event.elapsed_time(self._end_event))
 
     def _forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
         self._attention.plan(inputs, kv)

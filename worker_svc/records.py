@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.algorithms.base import StepBatch
+from worker_svc.host_copies import upload
 from worker_svc.rows import Row, SlotColumns
 
 
@@ -33,7 +34,7 @@ class Recorder:
     def of(cls, rows: list[Row], device: torch.device) -> Recorder:
         places = [place for place, row in enumerate(rows) if row.wants_logprobs]
         return cls(
-            logprob_places=torch.tensor(places, device=device) if places else None,
+            logprob_places=upload(places, device) if places else None,
             wants_steps=any(row.wants_first_unmask_steps for row in rows),
         )
 
@@ -74,7 +75,7 @@ def keep_committed(rows: list[Row], columns: SlotColumns) -> None:
     """Before the next blocks of `rows` begin in the forward that commits these: put aside what will be reported."""
     asking = [row.slot for row in rows if row.wants_first_unmask_steps or row.wants_logprobs]
     if asking:
-        slots = torch.tensor(asking, device=columns.device)
+        slots = upload(asking, columns.device)
         columns.committed_first_unmask_steps[slots] = columns.first_unmask_steps[slots]
         columns.committed_logprobs[slots] = columns.logprobs[slots]
 

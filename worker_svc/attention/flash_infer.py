@@ -147,7 +147,7 @@ class FlashInferAttention(AttentionBackend):
         )
         if kv.k.device.type == "cuda":
             self._planned = torch.cuda.Event()
-            self._planned.record()
+            self._planned.record(torch.cuda.current_stream(kv.k.device))
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool = self._kv.k[layer], self._kv.v[layer]
