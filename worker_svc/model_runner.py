@@ -52,7 +52,7 @@ class ModelRunner(Protocol):
     is_asynchronous: bool  # `forward` returns before the device has ended, and the host can work meanwhile
 
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
-        """Write the units' keys and values into `kv`; return the logits of `logits_units`, float32 [R, B, V].
+        """Write the units' keys and values into `kv`; return the logits of `logits_units`, [R, B, V] in `dtype`.
 
         Those of a position speak of that position. Of a model whose logits speak of the next position they are rolled
         by one: those at position 0 speak of the first position of the next block.
@@ -110,7 +110,7 @@ class TorchModelRunner:
                 unit = segment.first_unit + offset
                 logits[unit] = self._forward(_one_unit(inputs, unit, segment.first_block + offset, unit in wanted), kv)
         if not wanted:
-            return torch.empty((0, inputs.ids.shape[1], self.vocab_size), device=self.device)
+            return torch.empty((0, inputs.ids.shape[1], self.vocab_size), dtype=self.dtype, device=self.device)
         return torch.cat([logits[unit] for unit in wanted])
 
     def finish(self) -> float:

@@ -83,7 +83,7 @@ class Bench:
             logits_units=torch.arange(len(blocks)),
         )
         logits = self.runner.forward(inputs, self.kv)
-        assert logits.dtype == torch.float32
+        assert logits.dtype == self.model.dtype
         assert logits.shape == (len(blocks), self.block_size, self.model.vocab_size)
         return [part.flatten(0, 1) for part in torch.split(logits, [len(part.blocks) for part in parts])]
 

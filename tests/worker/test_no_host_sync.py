@@ -74,7 +74,7 @@ class WatchedRunner(ScriptedRunner):
         return super().finish()
 
 
-@pytest.fixture()
+@pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Copies that go around the forward are allowed."""
     watch = Watch()
@@ -92,8 +92,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def test_nothing_waits_while_a_forward_runs(watch: Watch) -> None:
-    """All algorithms, greedy and sampled, with records, chunks and fused commits, two rounds ahead: replies are built and
-    steps are launched without a look at what the device has not computed yet."""
+    """All algorithms, greedy and sampled, with records, chunks and fused commits, two rounds ahead: replies are built
+    and steps are launched without a look at what the device has not computed yet."""
     driver = Driver(make_loop(runner=WatchedRunner(watch), fused_commit=True, num_slots=16, num_pages=256))
     rows = [
         start(

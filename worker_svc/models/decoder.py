@@ -256,7 +256,7 @@ class Decoder(BlockModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self.embedding if self.lm_head is None else self.lm_head
-        return linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), head).float()
+        return linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), head)
 
     def checkpoint_tensors(self, merged_experts: bool) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {
