@@ -21,6 +21,7 @@ from common.settings import parse_settings
 from fdfo.worker.v1 import worker_pb2_grpc
 from worker_svc import simulated
 from worker_svc.attention import ATTENTION_BACKENDS, AttentionUnavailable
+from worker_svc.cuda_graphs import Capture, CaptureError, ForwardGraphs, cuda_capture, free_device_bytes
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
 from worker_svc.fault_hook import loop_type
@@ -103,6 +104,35 @@ def load_runner(folder: ModelFolder, settings: WorkerSettings) -> ModelRunner:
     return TorchModelRunner(model, attention, batch_invariant=settings.batch_invariant, logit_shift=folder.logit_shift)
 
 
+def capture_forwards(loop: DenoiseLoop, settings: WorkerSettings, capture: Capture) -> None:
+    """CUDA graphs of the forwards that denoise, where flags and attention backend allow it. Raises SettingsError."""
+    runner = loop.runner
+    if settings.disable_cuda_graph or settings.batch_invariant or not isinstance(runner, TorchModelRunner):
+        return
+    if runner.attention.for_graph(1) is None:
+        log.info("cuda_graphs", graphs=0, hint=f"--attention-backend {settings.attention_backend} cannot be captured")
+        return
+    started_at, free_bytes = time.monotonic(), free_device_bytes(runner.device)
+    max_units = settings.cuda_graph_max_bs or -(-settings.max_running_requests * 3 // 2)
+    try:
+        runner.graphs = ForwardGraphs(
+            runner.model, runner.attention, loop.kv, loop.config.block_size, max_units, capture
+        )
+    except CaptureError as error:
+        raise SettingsError(f"{error}; start with --disable-cuda-graph") from error
+    except torch.OutOfMemoryError as error:
+        raise SettingsError(
+            f"no memory for CUDA graphs of up to {max_units} blocks; lower --cuda-graph-max-bs or --max-total-tokens"
+        ) from error
+    log.info(
+        "cuda_graphs",
+        graphs=len(runner.graphs.sizes),
+        largest=max_units,
+        mib=(free_bytes - free_device_bytes(runner.device)) >> 20,
+        capture_s=round(time.monotonic() - started_at, 2),
+    )
+
+
 def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
     """The model behind a warm loop."""
     torch.set_num_threads(1 if settings.batch_invariant else settings.num_threads)
@@ -118,6 +148,8 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
     started_at = time.monotonic()
     runner = load_runner(folder, settings)
     loop = loop_type(os.environ)(runner, config, time.monotonic)
+    if runner.device.type == "cuda":
+        capture_forwards(loop, settings, cuda_capture(runner.device))
     warm_up(loop)
     log.info(
         "model_ready",

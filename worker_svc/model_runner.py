@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from worker_svc.attention.base import AttentionBackend
 from worker_svc.kv.store import KVStore
 from worker_svc.models.base import BlockModel
+
+if TYPE_CHECKING:
+    from worker_svc.cuda_graphs import ForwardGraphs
 
 
 class Segment(NamedTuple):
@@ -38,6 +41,12 @@ class ForwardInput:
     block_index: torch.Tensor
     segments: tuple[Segment, ...]
     logits_units: torch.Tensor
+
+
+def positions_of(inputs: ForwardInput) -> torch.Tensor:
+    """int64 [U, B]: the position in its slot of each token."""
+    block_size = inputs.ids.shape[1]
+    return inputs.block_index[:, None] * block_size + torch.arange(block_size, device=inputs.ids.device)
 
 
 class ModelRunner(Protocol):
@@ -85,8 +94,9 @@ class TorchModelRunner:
         self.dtype = model.dtype
         self.device = model.device
         self.is_asynchronous = model.device.type == "cuda"
-        self._model = model
-        self._attention = attention
+        self.model = model
+        self.attention = attention
+        self.graphs: ForwardGraphs | None = None  # for the forwards that one of them fits
         self._batch_invariant = batch_invariant
         self._logit_shift = logit_shift
         self._launched_at = 0.0
@@ -122,13 +132,12 @@ class TorchModelRunner:
         return float(self._start_event.elapsed_time(self._end_event))
 
     def _forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
-        self._attention.plan(inputs, kv)
-        block_size = inputs.ids.shape[1]
-        offsets = torch.arange(block_size, device=self.device)
-        positions = inputs.block_index[:, None] * block_size + offsets
-        hidden = self._model(inputs.ids, positions, self._attention)
+        hidden = self.graphs.run(inputs, kv) if self.graphs is not None else None
+        if hidden is None:
+            self.attention.prepare(inputs, kv)
+            hidden = self.model(inputs.ids, positions_of(inputs), self.attention)
         wanted = hidden.index_select(0, inputs.logits_units)
-        return self._model.logits(wanted.roll(self._logit_shift, dims=1) if self._logit_shift else wanted)
+        return self.model.logits(wanted.roll(self._logit_shift, dims=1) if self._logit_shift else wanted)
 
 
 def _one_unit(inputs: ForwardInput, unit: int, block: int, wants_logits: bool) -> ForwardInput:

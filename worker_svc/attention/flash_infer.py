@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from worker_svc.model_runner import ForwardInput, Segment
     from worker_svc.models.base import BlockModel
 
-# For partial results where the keys of a unit are split; grows with heads times units in a graph.
-WORKSPACE_BYTES = 384 << 20
+TILE_ROWS = 128  # of the largest tile of the kernels; a row is a query of one of the heads that share a kv head
+TILES_PER_PROCESSOR = 2
 
 
 class Kernels(Protocol):
@@ -95,10 +95,13 @@ class FlashInferAttention(AttentionBackend):
             import flashinfer
         except ImportError as error:
             raise AttentionUnavailable(f"flashinfer: {error}; install the extra `flashinfer`") from error
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=model.device)
+        num_tiles = TILES_PER_PROCESSOR * torch.cuda.get_device_properties(model.device).multi_processor_count
+        num_bytes = _workspace_bytes(model.num_heads, model.head_dim, TILE_ROWS * -(-num_tiles // model.num_kv_heads))
+        workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=model.device)
         return cls(flashinfer, model.num_heads, workspace, split_keys=not batch_invariant)
 
     def for_graph(self, num_units: int) -> Self:
+        """Shares the workspace where it is large enough, as two forwards never run at the same time."""
         return type(self)(self._kernels, self._num_heads, self._workspace, self._split_keys, num_units)
 
     def plan(self, inputs: ForwardInput, kv: KVStore) -> None:
@@ -114,10 +117,13 @@ class FlashInferAttention(AttentionBackend):
                     self._workspace, kv_layout="NHD", backend="fa2"
                 )
         elif self._wrapper is None:
-            self._append = _append_arrays(pages, positions)
             longest = torch.zeros(self._num_units * kv.page_table.shape[1], dtype=torch.int32, device=kv.k.device)
-            longest[: len(pages.indices)] = pages.indices
-            self._append = self._append._replace(indices=longest)
+            self._append = _append_arrays(pages, positions)._replace(indices=longest)
+            # A graph does not count on equal lengths: beside all rows there is room for a last tile of every unit.
+            num_rows = len(positions) * self._num_heads // kv.k.shape[3] + self._num_units * TILE_ROWS
+            num_bytes = _workspace_bytes(self._num_heads, kv.k.shape[4], num_rows)
+            if len(self._workspace) < num_bytes:
+                self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=kv.k.device)
             self._wrapper = self._kernels.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace,
                 kv_layout="NHD",
@@ -157,6 +163,11 @@ class FlashInferAttention(AttentionBackend):
         )
         out: Tensor = self._wrapper.run(q.flatten(0, 1), pool)
         return out.view(q.shape)
+
+
+def _workspace_bytes(num_heads: int, head_dim: int, num_rows: int) -> int:
+    """Partial results in fp32 where the keys of a unit are split: a sum and its weight for each head and row."""
+    return num_heads * num_rows * (head_dim + 1) * 4 + 4096
 
 
 def page_arrays(inputs: ForwardInput, kv: KVStore, num_units: int) -> PageArrays:
