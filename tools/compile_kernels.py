@@ -2,8 +2,8 @@
 
     FLASHINFER_CUDA_ARCH_LIST=9.0a FLASHINFER_WORKSPACE_BASE=/some/folder python tools/compile_kernels.py
 
-A worker that is started with the same two variables finds them and compiles nothing. Needs the extra `flashinfer`, ninja
-and a CUDA toolkit (CUDA_HOME). Prints a JSON line for each module.
+A worker that is started with the same two variables finds them and compiles nothing. Needs the extra `flashinfer`,
+ninja and a CUDA toolkit (CUDA_HOME). Prints a JSON line for each module.
 """
 
 from __future__ import annotations
