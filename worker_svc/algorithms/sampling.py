@@ -41,16 +41,20 @@ def candidates(batch: StepBatch, logits: Tensor, penalty: Tensor | None = None) 
     For a sampled row the probability is that of the drawn token after the filters.
     """
     sampling = batch.sampling
+    previous = None if penalty is None else previous_tokens(batch)
+    if logits.is_cuda and not sampling.any_sampling:
+        from worker_svc.algorithms.greedy_kernel import best_tokens  # Triton comes with a torch for CUDA only
+
+        return best_tokens(logits, batch.mask_token_id, previous, penalty)
     uniforms = None
     if sampling.any_sampling:
         uniforms = draw_uniforms(sampling, batch.block_index, batch.step_index, batch.ids.shape[1])
     tokens, probabilities = torch.zeros_like(batch.ids), torch.zeros_like(batch.ids, dtype=torch.float32)
     for rows, group in row_groups(logits):
         group[..., batch.mask_token_id] = float("-inf")
-        if penalty is not None:
-            # A masked neighbour's penalty falls on the mask token, which is at minus infinity already.
-            previous = torch.where(batch.masked[rows], batch.mask_token_id, batch.ids[rows])[:, :-1, None]
-            group[:, 1:].scatter_add_(2, previous, -penalty[rows, None, None].expand(previous.shape))
+        if penalty is not None and previous is not None:
+            places = previous[rows, 1:, None]
+            group[:, 1:].scatter_add_(2, places, -penalty[rows, None, None].expand(places.shape))
         top_logits, best = group.max(dim=-1, keepdim=True)  # the first of equals
         # From here on relative to the largest one: no temperature can make them overflow.
         group.sub_(top_logits)
@@ -62,6 +66,13 @@ def candidates(batch: StepBatch, logits: Tensor, penalty: Tensor | None = None) 
         else:
             tokens[rows], probabilities[rows] = best.squeeze(-1), _probability_of_best(group)
     return tokens, probabilities
+
+
+def previous_tokens(batch: StepBatch) -> Tensor:
+    """int64 [R, B]: the token before each position of the block, -1 at the first. Where that is masked it is the mask
+    token, whose logit is minus infinity already."""
+    standing = torch.where(batch.masked, batch.mask_token_id, batch.ids)
+    return torch.nn.functional.pad(standing[:, :-1], (1, 0), value=-1)
 
 
 def entropies(logits: Tensor, mask_token_id: int) -> Tensor:
