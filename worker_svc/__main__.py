@@ -21,7 +21,7 @@ from common.settings import parse_settings
 from fdfo.worker.v1 import worker_pb2_grpc
 from worker_svc import simulated
 from worker_svc.attention import ATTENTION_BACKENDS, AttentionUnavailable
-from worker_svc.cuda_graphs import Capture, CaptureError, ForwardGraphs, cuda_capture, free_device_bytes
+from worker_svc.cuda_graphs import CaptureError, capture_forwards, cuda_capture
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
 from worker_svc.fault_hook import loop_type
@@ -87,6 +87,8 @@ def load_runner(folder: ModelFolder, settings: WorkerSettings) -> ModelRunner:
         return simulated.SimulatedRunner(folder, time_line)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingsError(f"--device {settings.device}: this torch ({torch.__version__}) finds no CUDA device")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     last_report_at = time.monotonic()
 
     def on_progress(bytes_read: int, bytes_total: int) -> None:
@@ -102,35 +104,6 @@ def load_runner(folder: ModelFolder, settings: WorkerSettings) -> ModelRunner:
     except AttentionUnavailable as error:
         raise SettingsError(f"--attention-backend {error}") from error
     return TorchModelRunner(model, attention, batch_invariant=settings.batch_invariant, logit_shift=folder.logit_shift)
-
-
-def capture_forwards(loop: DenoiseLoop, settings: WorkerSettings, capture: Capture) -> None:
-    """CUDA graphs of the forwards that denoise, where flags and attention backend allow it. Raises SettingsError."""
-    runner = loop.runner
-    if settings.disable_cuda_graph or settings.batch_invariant or not isinstance(runner, TorchModelRunner):
-        return
-    if runner.attention.for_graph(1) is None:
-        log.info("cuda_graphs", graphs=0, hint=f"--attention-backend {settings.attention_backend} cannot be captured")
-        return
-    started_at, free_bytes = time.monotonic(), free_device_bytes(runner.device)
-    max_units = settings.cuda_graph_max_bs or -(-settings.max_running_requests * 3 // 2)
-    try:
-        runner.graphs = ForwardGraphs(
-            runner.model, runner.attention, loop.kv, loop.config.block_size, max_units, capture
-        )
-    except CaptureError as error:
-        raise SettingsError(f"{error}; start with --disable-cuda-graph") from error
-    except torch.OutOfMemoryError as error:
-        raise SettingsError(
-            f"no memory for CUDA graphs of up to {max_units} blocks; lower --cuda-graph-max-bs or --max-total-tokens"
-        ) from error
-    log.info(
-        "cuda_graphs",
-        graphs=len(runner.graphs.sizes),
-        largest=max_units,
-        mib=(free_bytes - free_device_bytes(runner.device)) >> 20,
-        capture_s=round(time.monotonic() - started_at, 2),
-    )
 
 
 def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
@@ -149,7 +122,7 @@ def load_loop(settings: WorkerSettings) -> tuple[ModelFolder, DenoiseLoop]:
     runner = load_runner(folder, settings)
     loop = loop_type(os.environ)(runner, config, time.monotonic)
     if runner.device.type == "cuda":
-        capture_forwards(loop, settings, cuda_capture(runner.device))
+        capture_forwards(runner, loop.kv, config.block_size, settings, cuda_capture(runner.device))
     warm_up(loop)
     log.info(
         "model_ready",
@@ -206,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         folder, loop = load_loop(settings)
         return asyncio.run(serve(settings, folder, loop))
-    except (ModelFolderError, CheckpointError, SettingsError, ServiceError) as error:
+    except (ModelFolderError, CheckpointError, SettingsError, CaptureError, ServiceError) as error:
         print(f"worker: {error}", file=sys.stderr)
         return 1
 

@@ -12,23 +12,28 @@ sizes would need more memory than the model.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import structlog
 import torch
 from torch import Tensor
 
 from worker_svc.attention.base import AttentionBackend
 from worker_svc.kv.store import KVStore
-from worker_svc.model_runner import ForwardInput, positions_of
+from worker_svc.model_runner import ForwardInput, ModelRunner, TorchModelRunner, positions_of
 from worker_svc.models.base import BlockModel
+from worker_svc.settings import WorkerSettings
+
+log = structlog.get_logger()
 
 # From what launches a forward: what launches it again, and where its result then stands.
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 
 
 class CaptureError(Exception):
-    """One line: why a forward could not be captured."""
+    """One line: why a forward could not be captured, and the flag to change."""
 
 
 class _Graph(NamedTuple):
@@ -54,13 +59,12 @@ class ForwardGraphs:
         max_units: int,
         capture: Capture,
     ) -> None:
-        """Raises CaptureError where the attention backend or an operation of the model cannot be captured."""
+        """`attention` is one that can be captured. Raises CaptureError."""
         self._kv = kv
         self._graphs: dict[int, _Graph] = {}
         for size in reversed(graph_sizes(max_units)):  # the largest first: smaller ones fit into its memory
             own = attention.for_graph(size)
-            if own is None:
-                raise CaptureError("the kernels of this attention backend depend on the lengths of the rows")
+            assert own is not None
             attention = own
             self._graphs[size] = _captured(model, own, kv, block_size, size, capture)
         self._by_units = [min(size for size in self._graphs if size >= units) for units in range(1, max_units + 1)]
@@ -95,10 +99,13 @@ def _captured(
     attention.prepare(ForwardInput(ids[:0], none, none, (), none), kv)
     try:
         launch, hidden = capture(lambda: model(ids, positions, attention))
-    except torch.OutOfMemoryError:
-        raise
+    except torch.OutOfMemoryError as error:
+        raise CaptureError(
+            f"no memory for the CUDA graph of {size} blocks; lower --cuda-graph-max-bs or --max-total-tokens"
+        ) from error
     except RuntimeError as error:
-        raise CaptureError(f"a forward of {size} blocks: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise CaptureError(f"a forward of {size} blocks: {reason}; start with --disable-cuda-graph") from error
     return _Graph(ids, positions, attention, launch, hidden)
 
 
@@ -124,6 +131,27 @@ def cuda_capture(device: torch.device) -> Capture:
         return graph.replay, hidden
 
     return capture
+
+
+def capture_forwards(
+    runner: ModelRunner, kv: KVStore, block_size: int, settings: WorkerSettings, capture: Capture
+) -> None:
+    """The runner's graphs over its pool, where flags and attention backend allow them. Raises CaptureError."""
+    if settings.disable_cuda_graph or settings.batch_invariant or not isinstance(runner, TorchModelRunner):
+        return
+    if runner.attention.for_graph(1) is None:
+        log.info("cuda_graphs", graphs=0, hint=f"--attention-backend {settings.attention_backend} cannot be captured")
+        return
+    started_at, free_bytes = time.monotonic(), free_device_bytes(runner.device)
+    max_units = settings.cuda_graph_max_bs or -(-settings.max_running_requests * 3 // 2)
+    runner.graphs = ForwardGraphs(runner.model, runner.attention, kv, block_size, max_units, capture)
+    log.info(
+        "cuda_graphs",
+        graphs=len(runner.graphs.sizes),
+        largest=max_units,
+        mib=(free_bytes - free_device_bytes(runner.device)) >> 20,
+        capture_s=round(time.monotonic() - started_at, 2),
+    )
 
 
 def free_device_bytes(device: torch.device) -> int:

@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.model import paged_reader
-from tests.model.forwards import MAX_BLOCKS, NUM_SLOTS, Bench, Part, in_blocks, random_ids, tiny_model
-from worker_svc.__main__ import SettingsError, capture_forwards
+from tests.model.forwards import NUM_SLOTS, Bench, Part, in_blocks, random_ids, tiny_model
 from worker_svc.attention.flash_infer import FlashInferAttention
 from worker_svc.attention.torch_sdpa import TorchSdpaAttention
-from worker_svc.cuda_graphs import CaptureError, ForwardGraphs, graph_sizes
-from worker_svc.denoise import DenoiseLoop
-from worker_svc.loop_config import LoopConfig
+from worker_svc.cuda_graphs import Capture, CaptureError, ForwardGraphs, capture_forwards, graph_sizes
 from worker_svc.model_runner import TorchModelRunner
 from worker_svc.settings import WorkerSettings
 
@@ -126,33 +123,23 @@ def test_sizes_have_little_padding() -> None:
         assert sizes[-1] == largest and all(b - a <= 16 for a, b in pairwise(sizes))
 
 
-def make_loop(attention: FlashInferAttention | TorchSdpaAttention) -> DenoiseLoop:
-    """A loop over the tiny model."""
-    config = LoopConfig(
-        fingerprint="",
-        block_size=B,
-        mask_token_id=1,
-        context_length=MAX_BLOCKS * B,
-        page_size=B,
-        num_slots=4,
-        num_pages=16,
-        chunked_prefill_size=64,
-    )
-    return DenoiseLoop(TorchModelRunner(MODEL, attention), config, lambda: 0.0)
-
-
-def worker_settings(**flags: object) -> WorkerSettings:
-    return WorkerSettings(model_path=Path("unused"), max_running_requests=4, **flags)  # type: ignore[arg-type]
+def captured(
+    attention: FlashInferAttention | TorchSdpaAttention, capture: Capture, **flags: object
+) -> TorchModelRunner:
+    """A runner of the tiny model, with the graphs that the flags ask for."""
+    bench = Bench(MODEL, B)
+    bench.runner.attention = attention
+    settings = WorkerSettings(model_path=Path("unused"), max_running_requests=4, **flags)  # type: ignore[arg-type]
+    capture_forwards(bench.runner, bench.kv, B, settings, capture)
+    return bench.runner
 
 
 def test_number_and_memory_are_reported() -> None:
     """Half more blocks than rows unless the flag says otherwise, told in one line of the log."""
     for flags, sizes in (({}, [1, 2, 4, 6]), ({"cuda_graph_max_bs": 2}, [1, 2])):
-        loop = make_loop(flash_infer())
         with structlog.testing.capture_logs() as lines:
-            capture_forwards(loop, worker_settings(**flags), Emulated())
-        assert isinstance(loop.runner, TorchModelRunner) and loop.runner.graphs is not None
-        assert loop.runner.graphs.sizes == sizes
+            runner = captured(flash_infer(), Emulated(), **flags)
+        assert runner.graphs is not None and runner.graphs.sizes == sizes
         (line,) = lines
         assert (line["event"], line["graphs"], line["largest"], line["mib"]) == (
             "cuda_graphs",
@@ -165,20 +152,15 @@ def test_number_and_memory_are_reported() -> None:
 @pytest.mark.parametrize("flags", [{"disable_cuda_graph": True}, {"batch_invariant": True}])
 def test_flags_that_rule_graphs_out(flags: dict[str, bool]) -> None:
     """Nothing is captured."""
-    loop, capture = make_loop(flash_infer()), Emulated()
-    capture_forwards(loop, worker_settings(**flags), capture)
-    assert isinstance(loop.runner, TorchModelRunner) and loop.runner.graphs is None and not capture.num_captures
+    capture = Emulated()
+    assert captured(flash_infer(), capture, **flags).graphs is None and not capture.num_captures
 
 
 def test_a_backend_that_cannot_be_captured_says_so() -> None:
     """The torch backend launches by lengths: no graphs, and a line that says why."""
-    loop = make_loop(TorchSdpaAttention())
     with structlog.testing.capture_logs() as lines:
-        capture_forwards(loop, worker_settings(), Emulated())
-    assert isinstance(loop.runner, TorchModelRunner) and loop.runner.graphs is None
+        assert captured(TorchSdpaAttention(), Emulated()).graphs is None
     assert lines[0]["graphs"] == 0 and "--attention-backend torch" in lines[0]["hint"]
-    with pytest.raises(CaptureError):
-        ForwardGraphs(MODEL, TorchSdpaAttention(), loop.kv, B, 1, Emulated())
 
 
 @pytest.mark.parametrize(
@@ -194,6 +176,6 @@ def test_a_failed_capture_names_the_flag(error: Exception, flag: str) -> None:
     def fail(launch: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         raise error
 
-    with pytest.raises(SettingsError, match=flag) as raised:
-        capture_forwards(make_loop(flash_infer()), worker_settings(), fail)
+    with pytest.raises(CaptureError, match=flag) as raised:
+        captured(flash_infer(), fail)
     assert "\n" not in str(raised.value)
