@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.model import paged_reader
 from tests.model.forwards import NUM_SLOTS, Bench, Part, in_blocks, random_ids, tiny_model
+from worker_svc.attention import AttentionBackend
 from worker_svc.attention.flash_infer import FlashInferAttention
 from worker_svc.attention.torch_sdpa import TorchSdpaAttention
 from worker_svc.cuda_graphs import Capture, CaptureError, ForwardGraphs, capture_forwards, graph_sizes
@@ -123,9 +124,7 @@ def test_sizes_have_little_padding() -> None:
         assert sizes[-1] == largest and all(b - a <= 16 for a, b in pairwise(sizes))
 
 
-def captured(
-    attention: FlashInferAttention | TorchSdpaAttention, capture: Capture, **flags: object
-) -> TorchModelRunner:
+def captured(attention: AttentionBackend, capture: Capture, **flags: object) -> TorchModelRunner:
     """A runner of the tiny model, with the graphs that the flags ask for."""
     bench = Bench(MODEL, B)
     bench.runner.attention = attention

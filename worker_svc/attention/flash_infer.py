@@ -198,10 +198,13 @@ def page_arrays(inputs: ForwardInput, kv: KVStore, num_units: int) -> PageArrays
 
 def _blocks_of(segments: Sequence[Segment], num_units: int) -> NDArray[np.int64]:
     """The block of each unit; padding units stand at block 0."""
-    blocks = np.zeros(num_units, dtype=np.int64)
+    blocks = [0] * num_units
     for first_unit, count, first_block, _ in segments:
-        blocks[first_unit : first_unit + count] = range(first_block, first_block + count)
-    return blocks
+        if count == 1:
+            blocks[first_unit] = first_block
+        else:
+            blocks[first_unit : first_unit + count] = range(first_block, first_block + count)
+    return np.array(blocks, dtype=np.int64)
 
 
 def _positions(inputs: ForwardInput, num_units: int) -> Tensor:
