@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools import gpu_check_forward  # noqa: E402
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -260,6 +262,7 @@ PARTS: tuple[Callable[[str], dict[str, Any]], ...] = (
     check_shipped,
     check_bf16,
     time_denoise,
+    *gpu_check_forward.PARTS,
 )
 
 

@@ -22,7 +22,8 @@ from common.model_folder import ModelFolder
 from common.tracing import Tracing, tracing_to
 from fdfo.worker.v1 import worker_pb2_grpc
 from worker_svc import simulated
-from worker_svc.attention import ATTENTION_BACKENDS
+from worker_svc.attention import ATTENTION_BACKENDS, AttentionUnavailable
+from worker_svc.cuda_graphs import CaptureError, capture_forwards, cuda_capture
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
 from worker_svc.fault_hook import loop_type
@@ -56,6 +57,8 @@ def load_runner(folder: ModelFolder, settings: WorkerSettings) -> ModelRunner:
         return simulated.SimulatedRunner(folder, time_line)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingsError(f"--device {settings.device}: this torch ({torch.__version__}) finds no CUDA device")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     last_report_at = time.monotonic()
 
     def on_progress(bytes_read: int, bytes_total: int) -> None:
@@ -66,7 +69,10 @@ def load_runner(folder: ModelFolder, settings: WorkerSettings) -> ModelRunner:
 
     dtype = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     model = load_model(folder, dtype=dtype, device=device, on_progress=on_progress)
-    attention = ATTENTION_BACKENDS[settings.attention_backend]()
+    try:
+        attention = ATTENTION_BACKENDS[settings.attention_backend].for_model(model, settings.batch_invariant)
+    except AttentionUnavailable as error:
+        raise SettingsError(f"--attention-backend {error}") from error
     return TorchModelRunner(model, attention, batch_invariant=settings.batch_invariant, logit_shift=folder.logit_shift)
 
 
@@ -75,6 +81,11 @@ def load_loop(settings: WorkerSettings, folder: ModelFolder, config: LoopConfig)
     torch.set_num_threads(1 if settings.batch_invariant else settings.num_threads)
     started_at = time.monotonic()
     loop = loop_type(os.environ)(load_runner(folder, settings), config, time.monotonic)
+    if loop.runner.device.type == "cuda":
+        try:
+            capture_forwards(loop.runner, loop.kv, config.block_size, settings, cuda_capture(loop.runner.device))
+        except CaptureError as error:
+            raise SettingsError(str(error)) from error
     loaded_at = time.monotonic()
     log.info("warming_up", limit_s=WARM_UP_LIMIT_S)
     warm_up(loop)

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,7 @@ OTHERS = {
     "curl": "needs the gateway; tests/e2e/test_openai.py asks it through the package openai",
     "smg": "the package's own; tests/e2e/test_openai.py starts it",
     "kubectl": "needs a cluster; the files that it names are looked for here",
+    "export": "the shell's own",
     "docker": "needs a daemon; the files that it names are looked for here",
 }
 # Blocks that run as they stand, by their page and their first word.
@@ -117,8 +119,11 @@ def check(command: str) -> None:
     elif first == "make":
         for target in (word for word in words if "=" not in word):
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
-    elif first == "python" and words[0] == "-m":
-        assert importlib.util.find_spec(words[1]), command
+    elif first == "python":
+        assert importlib.util.find_spec(words[1]) if words[0] == "-m" else (ROOT / words[0]).is_file(), command
+    elif first == "pip":  # the extras that it names are ours
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(re.findall(r"\w+", "".join(re.findall(r"fdfo\[(.*?)\]", command)))) <= extras.keys(), command
     else:
         assert first in OTHERS, f"{command}: say in OTHERS how this is tried"
 

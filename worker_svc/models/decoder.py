@@ -241,7 +241,7 @@ class Decoder(BlockModel):
         super().__init__()
         self.config, self.dtype = config, dtype
         self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
-        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.embedding = _weight(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList([Layer(config, index, dtype) for index in range(config.num_layers)])
         self.norm = _weight(config.hidden_size, dtype=dtype)
@@ -256,7 +256,7 @@ class Decoder(BlockModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self.embedding if self.lm_head is None else self.lm_head
-        return linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), head).float()
+        return linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), head)
 
     def checkpoint_tensors(self, merged_experts: bool) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {
