@@ -23,9 +23,9 @@ from bench.experiments.cases import (
 from bench.plain_loop import PlainResult, run_one_at_a_time, run_plain, run_without_kv
 from bench.services import TINY, Services
 from scheduler_svc.text import TextCodec
-from worker_svc.__main__ import load_loop
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.settings import WorkerSettings
+from worker_svc.start_up import load_loop
 
 NUM_TURNS = 8  # of a conversation, the question among them
 TINY_OUTPUT_TOKENS = 4 * BLOCK
@@ -34,7 +34,7 @@ TINY_OUTPUT_TOKENS = 4 * BLOCK
 def plain(services: Services, scale: Scale, progress: Progress) -> Iterator[Case]:
     """Both services with the small model on the CPU, against loops in one process without them, and against a request
     at a time; conversations of 350 tokens, answers of 128."""
-    _, loop = load_loop(WorkerSettings(model_path=TINY))
+    _, loop, _ = load_loop(WorkerSettings(model_path=TINY))
     few = _conversations(scale.tiny_prompts)
 
     def limit(run: Callable[[Prompts], PlainResult], prompts: Prompts) -> Figures:

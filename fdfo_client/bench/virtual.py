@@ -33,13 +33,13 @@ from scheduler_svc.config_files import ConfigError, read_algorithm_params
 from scheduler_svc.core import BadDefaults, Scheduler
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.workers import WorkerLost
-from worker_svc.__main__ import SettingsError, loop_config
 from worker_svc.denoise import DenoiseLoop, page_usage_message
 from worker_svc.loop_config import LoopConfig
 from worker_svc.model_runner import ModelRunner
 from worker_svc.server import algorithm_infos
 from worker_svc.settings import WorkerSettings
 from worker_svc.simulated import SimulatedRunner, TimeLine
+from worker_svc.start_up import SettingsError, loop_config
 from worker_svc.wire import decode_names, decode_round
 
 TARGET = "virtual"

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from common.architectures.base import Backbone, Experts
 from worker_svc.attention.base import AttentionBackend
 from worker_svc.models.base import BlockModel
 from worker_svc.models.experts import route, run_experts, silu_gate
+from worker_svc.models.shard import WHOLE, Shard
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -145,11 +146,11 @@ class SparseMlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """x += attention(norm(x)); x += mlp(norm(x))."""
+    """x += attention(norm(x)); x += mlp(norm(x)); of a shard, `config` has its sizes."""
 
-    def __init__(self, config: Backbone, index: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Backbone, index: int, dtype: torch.dtype, shard: Shard) -> None:
         super().__init__()
-        self.index, self.eps, self.names = index, config.rms_norm_eps, config.names
+        self.index, self.eps, self.names, self.shard = index, config.rms_norm_eps, config.names, shard
         self.input_norm = _weight(config.hidden_size, dtype=dtype)
         self.attention = Attention(config, dtype)
         self.post_attention_norm = _weight(config.hidden_size, dtype=dtype)
@@ -162,9 +163,9 @@ class Layer(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        x = x + self.attention(rms_norm(x, self.input_norm, self.eps), cos, sin, self.index, attention)
-        out: torch.Tensor = x + self.mlp(rms_norm(x, self.post_attention_norm, self.eps))
-        return out
+        own = self.attention(rms_norm(x, self.input_norm, self.eps), cos, sin, self.index, attention)
+        x = x + self.shard.sum(own)
+        return x + self.shard.sum(self.mlp(rms_norm(x, self.post_attention_norm, self.eps)))
 
     def checkpoint_tensors(self, prefix: str, merged_experts: bool) -> dict[str, torch.Tensor]:
         return {
@@ -176,28 +177,31 @@ class Layer(nn.Module):
 
 
 class Decoder(BlockModel):
-    """The whole model, with weights still to be loaded."""
+    """The whole model or a shard of it, with weights still to be loaded."""
 
-    def __init__(self, config: Backbone, dtype: torch.dtype) -> None:
+    def __init__(self, config: Backbone, dtype: torch.dtype, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.config, self.dtype = config, dtype
+        config = shard.part_of(config)
+        self.config, self.dtype, self.shard = config, dtype, shard
         self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
         self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
-        self.embedding = _weight(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList([Layer(config, index, dtype) for index in range(config.num_layers)])
+        num_tokens = config.vocab_size // shard.size
+        self.embedding = _weight(num_tokens, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList([Layer(config, index, dtype, shard) for index in range(config.num_layers)])
         self.norm = _weight(config.hidden_size, dtype=dtype)
-        self.lm_head = None if config.tied_head else _weight(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.lm_head = None if config.tied_head else _weight(num_tokens, config.hidden_size, dtype=dtype)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         cos, sin = rope_angles(positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)
-        x = embedding(ids, self.embedding)
+        x = self.shard.embed(ids, self.embedding)
         for layer in self.layers:
             x = layer(x, cos, sin, attention)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self.embedding if self.lm_head is None else self.lm_head
-        return linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), head).float()
+        own = linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), head)
+        return self.shard.gather_logits(own).float()
 
     def checkpoint_tensors(self, merged_experts: bool) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {
