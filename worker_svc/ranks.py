@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+STATUS_WAIT_S = 1.0
 # All ranks are on this machine: their sockets need no other interface.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -65,12 +66,12 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        multiprocessing.connection.wait([process.sentinel for process in self._processes])
+        ended = multiprocessing.connection.wait([process.sentinel for process in self._processes])
         if self._stopping:
             return
         for rank, process in enumerate(self._processes, 1):
-            process.join(0)
-            if process.exitcode is not None:
+            if process.sentinel in ended:
+                process.join(STATUS_WAIT_S)  # its pipe closes a moment before its status is there
                 hint = "a rank of --tp-size is lost, and the worker ends with it; start it again"
                 log.error("rank_lost", rank=rank, rank_pid=process.pid, exit_status=process.exitcode, hint=hint)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -12,65 +12,25 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from common.model_folder import ModelFolder, read_model_folder
+from common.architectures import ARCHITECTURES
+from common.model_folder import read_model_folder
 from fdfo.worker.v1 import worker_pb2 as pb
-from tests.e2e.served import MODEL, ROOT
+from tests.e2e.served import MODEL, ROOT, run_together, serving
 from tests.golden.loops_of import answers, loop_of, row_of
 from tests.model.forwards import random_ids
 from tests.model.published import CONFIGS, published, write_published
+from tests.worker.rank_process import CASES, CPU, MASK, SIZE, SLOTS, rank_of_all_cases
 from worker_svc.__main__ import main
-from worker_svc.attention import ATTENTION_BACKENDS
 from worker_svc.denoise import DenoiseLoop
-from worker_svc.model_runner import TorchModelRunner
 from worker_svc.models.loading import load_model
 from worker_svc.models.shard import Shard
 from worker_svc.ranks import Ranks
-from worker_svc.tensor_parallel import Group, LeadingRunner, follow
-
-SIZE = 2
-SLOTS = 8
-MASK = 259
-CPU = torch.device("cpu")
-
-
-class Case(NamedTuple):
-    """A model, and how it is run."""
-
-    architecture: str
-    block_size: int
-    batch_invariant: bool = False
-
-    def folder(self, path: Path) -> ModelFolder:
-        return read_model_folder(path / self.architecture, block_size=self.block_size, mask_token_id=MASK)
-
-    def runner(self, path: Path, shard: Shard) -> TorchModelRunner:
-        folder = self.folder(path)
-        model = load_model(folder, dtype=None, device="cpu", shard=shard)
-        return TorchModelRunner(model, ATTENTION_BACKENDS["torch"](), self.batch_invariant, folder.logit_shift)
-
-
-CASES = {
-    "LLaDA2": Case("LLaDA2MoeModelLM", 8),
-    "LLaDA2, batch-invariant": Case("LLaDA2MoeModelLM", 8, batch_invariant=True),
-    "SDAR": Case("SDARForCausalLM", 4),
-    "SDAR-MoE": Case("SDARMoeForCausalLM", 8),
-    "Fast-dLLM-v2": Case("Fast_dLLM_QwenForCausalLM", 16),
-}
-
-
-def rank_of_all_cases(rank: int, rendezvous: Path, path: Path) -> None:
-    """The process of a rank that follows one model after the other."""
-    torch.set_num_threads(1)
-    shard = Shard(rank, SIZE)
-    group = Group(shard, CPU, rendezvous, SLOTS)
-    for case in CASES.values():
-        follow(case.runner(path, shard), group)
-    group.leave()
+from worker_svc.tensor_parallel import Group, LeadingRunner
 
 
 def asked(loop: DenoiseLoop) -> list[list[int]]:
@@ -95,13 +55,13 @@ def asked(loop: DenoiseLoop) -> list[list[int]]:
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[list[list[int]], list[list[int]]]]]:
     """The answers of every case, by one rank and by two; the second process is started once."""
     path = tmp_path_factory.mktemp("models")
-    for name in CONFIGS:
-        model = published(name, head_scale=10.0)
-        write_published(path / name, name, model.config, model.weights)
     found = {}
     torch.set_num_threads(1)
     ranks = Ranks(SIZE, rank_of_all_cases, path)
     try:
+        for name in CONFIGS:
+            model = published(name, head_scale=10.0)
+            write_published(path / name, name, model.config, model.weights)
         group = Group(Shard(0, SIZE), CPU, ranks.rendezvous, SLOTS)
         for name, case in CASES.items():
             folder = case.folder(path)
@@ -158,7 +118,7 @@ def worker_command(*flags: str) -> list[str]:
 
 
 def test_a_lost_rank_ends_the_worker(tmp_path: Path) -> None:
-    """A rank that is killed takes the worker with it: status 1 within seconds, a line that says why, no process left."""
+    """A rank that is killed takes the worker with it in seconds: status 1, a line that says why, no process left."""
     log = tmp_path / "log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -187,6 +147,17 @@ def test_a_lost_rank_ends_the_worker(tmp_path: Path) -> None:
     assert not Path(f"/proc/{rank}").exists()
 
 
+def test_two_processes_serve_and_stop(tmp_path: Path) -> None:
+    """`fdfo serve --tp-size 2` gives the right answers, and SIGTERM ends both ranks of the worker in order."""
+    problems = [json.loads(line) for line in (MODEL / "problems.jsonl").read_text().splitlines()[:4]]
+    requests = [{"messages": [{"role": "user", "content": problem["prompt"]}]} for problem in problems]
+    with serving(tmp_path / "log", "--tp-size", str(SIZE)) as served:
+        found = run_together(served.target, requests)
+    assert [answer.text for answer in found] == [problem["answer"] for problem in problems]
+    log = (tmp_path / "log").read_text()
+    assert "stopped" in log and "rank_lost" not in log and "Traceback" not in log
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """The one line that the worker ends with."""
     assert main(["--model-path", str(MODEL), *flags]) == 1
@@ -203,14 +174,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     ],
 )
 def test_what_cannot_be_split_is_refused(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], line: str) -> None:
-    """Sizes that do not divide, and devices that are not there, by the flag's name and before any process is started."""
+    """Sizes that do not divide and devices that are not there, by the flag's name, before a process is started."""
     assert re.search(line, refusal(capsys, *flags))
 
 
 def test_every_size_that_is_cut_is_looked_at() -> None:
     """Heads, kv heads, vocabulary and both feed-forwards: each alone can be what does not divide."""
-    from common.architectures import ARCHITECTURES
-
     base: dict[str, Any] = CONFIGS["LLaDA2MoeModelLM"] | {"num_attention_heads": 8, "num_key_value_heads": 4}
     for key in ("num_key_value_heads", "vocab_size", "intermediate_size", "moe_intermediate_size"):
         config = base | {key: base[key] // 2 if key == "num_key_value_heads" else base[key] + 2}
