@@ -11,7 +11,7 @@ from worker_svc.algorithms import algorithms_for
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.loop_config import LoopConfig
 from worker_svc.rounds import RoundRequest
-from worker_svc.run_alone import run_fdfo
+from worker_svc.run_alone import run_fdfo, run_sync
 from worker_svc.starts import decode_start
 
 SCHEDULER_ID = "warm-up"
@@ -58,7 +58,8 @@ def warm_up(loop: DenoiseLoop, full: bool = False) -> None:
         starts=[decode_start(start, loop.start_rules) for start in starts],
         continues=[],
     )
-    run_fdfo(loop, request)
+    # In lockstep no row leaves before all have come.
+    (run_sync if full else run_fdfo)(loop, request)
     loop.leases.forget(loop.sessions[SCHEDULER_ID], Refused("STALE_GENERATION", "the warm-up is over"))
     loop.pool.forget_all()
     loop.totals.Clear()
