@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from worker_svc.denoise import DenoiseLoop
     from worker_svc.loop_config import LoopConfig
     from worker_svc.model_runner import TorchModelRunner
+    from worker_svc.models.base import BlockModel
     from worker_svc.rounds import RoundRequest
 
 MINI = {
@@ -239,13 +240,19 @@ class MiniCheck:
         return [("mini_model", self.check_model), *by_rows, ("mini_memory", self.check_memory)]
 
     @cached_property
-    def runner(self) -> TorchModelRunner:
+    def model(self) -> BlockModel:
         import torch
 
-        from tools.gpu_check import attention, random_model
+        from tools.gpu_check import random_model
+
+        return random_model(self.scale.sizes, torch.bfloat16, self.device)
+
+    @cached_property
+    def runner(self) -> TorchModelRunner:
+        from tools.gpu_check import attention
         from worker_svc.model_runner import TorchModelRunner
 
-        return TorchModelRunner(random_model(self.scale.sizes, torch.bfloat16, self.device), attention())
+        return TorchModelRunner(self.model, attention())
 
     @cached_property
     def bytes_per_s(self) -> float:
@@ -288,7 +295,7 @@ class MiniCheck:
     def check_model(self) -> dict[str, Any]:
         """The model's size, the seconds it took to make, and the device's copy bandwidth."""
         started_at = time.perf_counter()
-        num_parameters = sum(parameter.numel() for parameter in self.runner_model().parameters())
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.wait()
         return {
             "parameters": num_parameters,
@@ -296,9 +303,6 @@ class MiniCheck:
             "copy_gb_per_s": round(self.bytes_per_s / 1e9, 1),
             "ok": True,
         }
-
-    def runner_model(self) -> Any:
-        return self.runner._model
 
     def check_rows(self, num_rows: int) -> dict[str, Any]:
         """FDFO with one and two rounds in flight and SYNC, and the floor: bytes that must be read / copy bandwidth."""
@@ -333,7 +337,7 @@ class MiniCheck:
             feeder.tick()
         experts = dict.fromkeys(("gate_up", "down"), 0)
         weight_bytes = 0.0
-        for name, parameter in self.runner_model().named_parameters():
+        for name, parameter in self.model.named_parameters():
             kind = name.rpartition(".")[2]
             if kind in experts and parameter.dim() == 3:
                 experts[kind] += parameter.nbytes
