@@ -7,6 +7,7 @@ import multiprocessing.connection
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -18,8 +19,8 @@ from typing import Any
 import structlog
 
 STATUS_WAIT_S = 1.0
-# All ranks are on this machine: their sockets need no other interface.
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+# All ranks are on this machine: their sockets need no other interface. The name is Linux's.
+LOOPBACK = "lo"
 
 log = structlog.get_logger()
 
@@ -31,8 +32,9 @@ class Ranks:
     def __init__(self, size: int, run: Callable[..., None], *arguments: Any) -> None:
         """Starts a process for each, which runs `run(rank, rendezvous, *arguments)`. The file `rendezvous` is where
         they meet."""
-        for name, interface in LOOPBACK.items():
-            os.environ.setdefault(name, interface)
+        if any(name == LOOPBACK for _, name in socket.if_nameindex()):
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", LOOPBACK)
         self._folder = Path(tempfile.mkdtemp(prefix="fdfo-ranks-"))
         self.rendezvous = self._folder / "rendezvous"
         self._stopping = False
