@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools import gpu_check_mini, gpu_check_parallel  # noqa: E402
+from tools import gpu_check_forward, gpu_check_mini, gpu_check_parallel  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -267,6 +267,7 @@ PARTS: tuple[Callable[[str], dict[str, Any]], ...] = (
     check_bf16,
     *gpu_check_parallel.PARTS,
     time_denoise,
+    *gpu_check_forward.PARTS,
 )
 
 

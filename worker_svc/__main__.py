@@ -17,6 +17,7 @@ from common.logging import configure_logging
 from common.model_folder import ModelFolder, ModelFolderError
 from common.settings import parse_settings
 from fdfo.worker.v1 import worker_pb2_grpc
+from worker_svc.cuda_graphs import CaptureError
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
 from worker_svc.memory import OutOfRoom
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     structlog.contextvars.bind_contextvars(service="worker")
     try:
         folder, loop, ranks = load_loop(settings)
-    except (ModelFolderError, CheckpointError, SettingsError, OutOfRoom) as error:
+    except (ModelFolderError, CheckpointError, SettingsError, OutOfRoom, CaptureError) as error:
         print(f"worker: {error}", file=sys.stderr)
         return 1
     status = 1

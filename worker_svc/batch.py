@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from worker_svc.host_copies import upload
 from worker_svc.model_runner import ForwardInput, Segment
 from worker_svc.rows import Phase, Row, SlotColumns
 
@@ -45,7 +46,7 @@ def build_batch(rows: list[Row], columns: SlotColumns, last: Batch | None = None
     if last is not None and last.rows == rows:
         slots, logits_units = last.slots, last.logits_units
     else:
-        slots = torch.tensor([row.slot for row in rows], dtype=torch.int64, device=columns.device)
+        slots = upload([row.slot for row in rows], columns.device, torch.int64)
         logits_units = torch.arange(len(rows), device=columns.device)
     segments = tuple([Segment(unit, 1, row.block_index) for unit, row in enumerate(rows)])
     return Batch(rows, slots, columns.block_index[slots], segments, logits_units)
@@ -84,17 +85,17 @@ def forward_input(
         blocks += range(first_block, first_block + num_blocks)
         prefixes.append(row.prefix[first_block : first_block + num_blocks])
     device = columns.device
-    ids = [own_ids, *(prefix.to(device) for prefix in prefixes)]
+    ids = [own_ids, *(prefix.to(device, non_blocking=True) for prefix in prefixes)]
     if commits:
-        ids.append(columns.committed_ids[torch.tensor([row.slot for row in commits], device=device)])
+        ids.append(columns.committed_ids[upload([row.slot for row in commits], device)])
     for row in commits:
         segments.append(Segment(len(batch.rows) + len(slots), 1, row.block_index - 1))
         slots.append(row.slot)
         blocks.append(row.block_index - 1)
     return ForwardInput(
         ids=torch.cat(ids),
-        slots=torch.cat([batch.slots, torch.tensor(slots, device=device)]),
-        block_index=torch.cat([batch.block_index, torch.tensor(blocks, device=device)]),
+        slots=torch.cat([batch.slots, upload(slots, device)]),
+        block_index=torch.cat([batch.block_index, upload(blocks, device)]),
         # What lies before a row's own block comes before it for whoever computes one after the other.
         segments=(*segments, *batch.segments),
         logits_units=batch.logits_units,

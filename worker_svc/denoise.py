@@ -18,6 +18,7 @@ import torch
 from common.errors import Refused, ServiceError
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.forward_plan import ForwardPlanner, Plan
+from worker_svc.host_copies import upload
 from worker_svc.kv.pages import PagePool, PageUsage
 from worker_svc.kv.slots import SlotTable
 from worker_svc.kv.store import KVStore
@@ -28,7 +29,7 @@ from worker_svc.replies import RowCopies, copy_rows
 from worker_svc.rounds import Deliver, Round, RoundRequest, RoundRow, Session
 from worker_svc.rows import Phase, Row, RowName, SlotColumns, Start
 from worker_svc.starts import BadStart, StartRules
-from worker_svc.step import RowFlags, step
+from worker_svc.step import RowFlags, flagged_rows, step
 
 ROW_ERRORS = frozenset((pb.ROW_STATUS_NO_KV_SPACE, pb.ROW_STATUS_SLOT_MISSING, pb.ROW_STATUS_BAD_STATE))
 REFUSAL_MEMORY_S = 1.0  # after a start found no space, schedulers share evenly for so long
@@ -165,17 +166,18 @@ class DenoiseLoop:
         if plan is None:
             return False
         launched_at = self.clock()
+        self.columns.bypass.mark()
         logits = self.runner.forward(plan.inputs, self.kv)
         for session in going_on:
             self._change_rounds(session, plan.commits)
         self._publish()
         rows = plan.batch.rows
-        flagged = step(self._planner.step_rows(), logits, self.columns, self.config.mask_token_id) if rows else []
+        flags = step(self._planner.step_rows(), logits, self.columns, self.config.mask_token_id) if rows else None
         device_ms = self.runner.finish()
         self._forward_ended_at = self.clock()
         self._account(plan, launched_at, device_ms)
-        for place, flags in flagged:
-            self._settle(rows[place], flags)
+        for place, row_flags in flagged_rows(flags) if flags is not None else ():
+            self._settle(rows[place], row_flags)
         self._note_final(plan)
         return True
 
@@ -185,6 +187,7 @@ class DenoiseLoop:
             if session.active is not None:
                 if not self._is_over(session, session.active):
                     return
+                self.columns.bypass.mark()
                 self._reply(session, session.active)
             if session.begin_next() is None:
                 return
@@ -316,14 +319,14 @@ class DenoiseLoop:
 
     def _roll_over(self, algorithm: str, rows: list[Row]) -> None:
         """The next blocks of done rows begin; of the blocks that they leave nothing will be written again."""
-        slots = torch.tensor([row.slot for row in rows], device=self.columns.device)
+        slots = upload([row.slot for row in rows], self.columns.device)
         self._keep_blocks(rows, self.columns.ids)
         self.columns.next_blocks(algorithm, slots, self.config.mask_token_id)
 
     def _keep_blocks(self, rows: list[Row], ids: torch.Tensor) -> None:
         """The KV of the blocks before the rows' own is final; their ids stand in `ids`, int64 [slots, B]."""
         if rows and self.config.enable_prefix_caching:
-            slots = torch.tensor([row.slot for row in rows], device=self.columns.device)
+            slots = upload([row.slot for row in rows], self.columns.device)
             for row, own in zip(rows, ids[slots].cpu().numpy(), strict=True):
                 self.slots.finish(row.slot, row.block_index * self.config.block_size, own.tobytes())
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import structlog
+import torch
 
 from common.errors import ServiceError
 from fdfo.worker.v1 import worker_pb2 as pb
@@ -87,6 +88,8 @@ class Executor:
 
     def _run(self) -> None:
         try:
+            if self._loop.runner.device.type == "cuda":
+                torch.cuda.set_device(self._loop.runner.device)  # of this thread: kernels are launched on it
             while not self._stopping:
                 busy = self._loop.tick()
                 self._serve_inbox(wait=not busy)

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.algorithms import ALGORITHMS
 from worker_svc.batch import Batch, Chunk, build_batch, forward_input, next_chunks
+from worker_svc.host_copies import upload
 from worker_svc.kv.pages import PagePool
 from worker_svc.kv.slots import SlotTable
 from worker_svc.loop_config import LoopConfig
@@ -61,7 +60,7 @@ class ForwardPlanner:
     def started(self, row: Row, start: Start) -> None:
         """A block that starts without a masked position has its commit next, unless it ends its request."""
         if start.is_complete:
-            slots = torch.tensor([row.slot], device=self.columns.device)
+            slots = upload([row.slot], self.columns.device)
             ids, masked = self.columns.ids[slots], self.columns.masked[slots]
             ends, _ = self.columns.ends_request(slots, ids, masked, self.columns.editable(slots), edits=False)
             if not ends:
@@ -119,9 +118,7 @@ class ForwardPlanner:
             round_.work.allocator_calls += self.pool.num_calls - calls_before
         keep_committed(commits, self.columns)
         for algorithm in {row.algorithm for row in commits}:
-            slots = torch.tensor(
-                [row.slot for row in commits if row.algorithm == algorithm], device=self.columns.device
-            )
+            slots = upload([row.slot for row in commits if row.algorithm == algorithm], self.columns.device)
             self.columns.begin_committing(algorithm, slots, self.config.mask_token_id)
         self._is_stale |= bool(commits)
         return commits

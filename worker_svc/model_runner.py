@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from worker_svc.attention.base import AttentionBackend
 from worker_svc.kv.store import KVStore
 from worker_svc.models.base import BlockModel
+
+if TYPE_CHECKING:
+    from worker_svc.cuda_graphs import ForwardGraphs
 
 
 class Segment(NamedTuple):
@@ -40,6 +43,12 @@ class ForwardInput:
     logits_units: torch.Tensor
 
 
+def positions_of(inputs: ForwardInput) -> torch.Tensor:
+    """int64 [U, B]: the position in its slot of each token."""
+    block_size = inputs.ids.shape[1]
+    return inputs.block_index[:, None] * block_size + torch.arange(block_size, device=inputs.ids.device)
+
+
 class ModelRunner(Protocol):
     """What the executor needs of a model: its sizes, and a forward."""
 
@@ -52,7 +61,7 @@ class ModelRunner(Protocol):
     is_asynchronous: bool  # `forward` returns before the device has ended, and the host can work meanwhile
 
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
-        """Write the units' keys and values into `kv`; return the logits of `logits_units`, float32 [R, B, V].
+        """Write the units' keys and values into `kv`; return the logits of `logits_units`, [R, B, V] in `dtype`.
 
         Those of a position speak of that position. Of a model whose logits speak of the next position they are rolled
         by one: those at position 0 speak of the first position of the next block.
@@ -85,16 +94,23 @@ class TorchModelRunner:
         self.dtype = model.dtype
         self.device = model.device
         self.is_asynchronous = model.device.type == "cuda"
-        self._model = model
-        self._attention = attention
+        self.model = model
+        self.attention = attention
+        self.graphs: ForwardGraphs | None = None  # for the forwards that one of them fits
         self._batch_invariant = batch_invariant
         self._logit_shift = logit_shift
         self._launched_at = 0.0
+        self._start_event: torch.cuda.Event | None = None
+        self._end_event: torch.cuda.Event | None = None
+        if self.is_asynchronous:
+            self._start_event, self._end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
         """See `ModelRunner.forward`. What it returns may be changed in place only under `torch.inference_mode`."""
         self._launched_at = time.perf_counter()
+        if self._start_event is not None:
+            self._start_event.record(torch.cuda.current_stream(self.device))
         if not self._batch_invariant:
             return self._forward(inputs, kv)
         wanted = inputs.logits_units.tolist()
@@ -104,23 +120,24 @@ class TorchModelRunner:
                 unit = segment.first_unit + offset
                 logits[unit] = self._forward(_one_unit(inputs, unit, segment.first_block + offset, unit in wanted), kv)
         if not wanted:
-            return torch.empty((0, inputs.ids.shape[1], self.vocab_size), device=self.device)
+            return torch.empty((0, inputs.ids.shape[1], self.vocab_size), dtype=self.dtype, device=self.device)
         return torch.cat([logits[unit] for unit in wanted])
 
     def finish(self) -> float:
-        """See `ModelRunner.finish`; from the launch on, so with the launch itself."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - self._launched_at) * 1000
+        """See `ModelRunner.finish`; on the CPU from the launch on."""
+        if self._start_event is None or self._end_event is None:
+            return (time.perf_counter() - self._launched_at) * 1000
+        self._end_event.record(torch.cuda.current_stream(self.device))
+        self._end_event.synchronize()
+        return float(self._start_event.elapsed_time(self._end_event))
 
     def _forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
-        self._attention.plan(inputs, kv)
-        block_size = inputs.ids.shape[1]
-        offsets = torch.arange(block_size, device=self.device)
-        positions = inputs.block_index[:, None] * block_size + offsets
-        hidden = self._model(inputs.ids, positions, self._attention)
+        hidden = self.graphs.run(inputs, kv) if self.graphs is not None else None
+        if hidden is None:
+            self.attention.prepare(inputs, kv)
+            hidden = self.model(inputs.ids, positions_of(inputs), self.attention)
         wanted = hidden.index_select(0, inputs.logits_units)
-        return self._model.logits(wanted.roll(self._logit_shift, dims=1) if self._logit_shift else wanted)
+        return self.model.logits(wanted.roll(self._logit_shift, dims=1) if self._logit_shift else wanted)
 
 
 def _one_unit(inputs: ForwardInput, unit: int, block: int, wants_logits: bool) -> ForwardInput:

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_svc.algorithms.base import StepBatch
+from worker_svc.algorithms.sampling import row_groups
+from worker_svc.host_copies import upload
 from worker_svc.rows import Row, SlotColumns
 
 
@@ -33,12 +35,12 @@ class Recorder:
     def of(cls, rows: list[Row], device: torch.device) -> Recorder:
         places = [place for place, row in enumerate(rows) if row.wants_logprobs]
         return cls(
-            logprob_places=torch.tensor(places, device=device) if places else None,
+            logprob_places=upload(places, device) if places else None,
             wants_steps=any(row.wants_first_unmask_steps for row in rows),
         )
 
     def raw_logits(self, logits: Tensor) -> Tensor | None:
-        """float32 [L, B, V], before a step overwrites `logits` [R', B, V]: those of the rows that ask."""
+        """[L, B, V], before a step overwrites `logits` [R', B, V]: those of the rows that ask."""
         return None if self.logprob_places is None else logits[self.logprob_places]
 
     def record(self, columns: SlotColumns, slots: Tensor, block: StepBatch, raw: Tensor | None, kept: Tensor) -> None:
@@ -61,20 +63,23 @@ class Recorder:
 
 
 def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
-    """float32 [L, B]: the log-softmax of `logits` float32 [L, B, V], which are overwritten, at `ids` int64 [L, B].
+    """float32 [L, B]: the log-softmax of `logits` [L, B, V], which may be overwritten, at `ids` int64 [L, B].
 
     The sum is float64 so that its order, which changes with the batch, does not show in the result.
     """
-    logits.sub_(logits.amax(dim=-1, keepdim=True))
-    chosen = logits.gather(-1, ids[:, :, None]).squeeze(-1)
-    return (chosen - logits.exp_().sum(dim=-1, dtype=torch.float64).log()).to(torch.float32)
+    result = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    for rows, group in row_groups(logits):
+        group.sub_(group.amax(dim=-1, keepdim=True))
+        chosen = group.gather(-1, ids[rows, :, None]).squeeze(-1)
+        result[rows] = (chosen - group.exp_().sum(dim=-1, dtype=torch.float64).log()).to(torch.float32)
+    return result
 
 
 def keep_committed(rows: list[Row], columns: SlotColumns) -> None:
     """Before the next blocks of `rows` begin in the forward that commits these: put aside what will be reported."""
     asking = [row.slot for row in rows if row.wants_first_unmask_steps or row.wants_logprobs]
     if asking:
-        slots = torch.tensor(asking, device=columns.device)
+        slots = upload(asking, columns.device)
         columns.committed_first_unmask_steps[slots] = columns.first_unmask_steps[slots]
         columns.committed_logprobs[slots] = columns.logprobs[slots]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from worker_svc.algorithms import ALGORITHMS
+from worker_svc.host_copies import ForwardBypass
 from worker_svc.records import RecordCopies, copy_records
 from worker_svc.rounds import Round, RoundRow
 from worker_svc.rows import Phase, Row, SlotColumns
@@ -42,9 +43,14 @@ class RowCopies:
     table: Tensor  # int64 [slots, 3B + 1]: ids, ids of the block before, mask bits, step count
     states: dict[str, dict[str, Tensor]]  # by algorithm, each [slots, ...]; only of algorithms with a state
     records: RecordCopies
+    bypass: ForwardBypass
 
     def build(self) -> pb.RowReplies:
-        """The columns of the reply."""
+        """The columns of the reply; waits for no forward."""
+        with self.bypass.copies():
+            return self._build()
+
+    def _build(self) -> pb.RowReplies:
         entries, size = self.round_.rows, self.table.shape[1] // 3
         with_row = list(map(RowCopy._make, self.rows))
         of_line = {id(row.entry): row for row in with_row}
@@ -114,15 +120,17 @@ def copy_rows(round_: Round, columns: SlotColumns, untold: Iterable[Row] = ()) -
         if (row := entry.row) is not None
     ]
     own = [row for _, row, _, _, _ in rows]
-    return RowCopies(
-        round_=round_,
-        rows=rows,
-        untold=frozenset(untold),
-        table=torch.cat((columns.ids, columns.committed_ids, columns.masked, columns.step_index[:, None]), dim=1),
-        states={
-            name: {key: column.clone() for key, column in columns.states[name].items()}
-            for name in {row.algorithm for row in own}
-            if columns.states[name]
-        },
-        records=copy_records(own, columns),
-    )
+    with columns.bypass.copies():
+        return RowCopies(
+            round_=round_,
+            rows=rows,
+            untold=frozenset(untold),
+            table=torch.cat((columns.ids, columns.committed_ids, columns.masked, columns.step_index[:, None]), dim=1),
+            states={
+                name: {key: column.clone() for key, column in columns.states[name].items()}
+                for name in {row.algorithm for row in own}
+                if columns.states[name]
+            },
+            records=copy_records(own, columns),
+            bypass=columns.bypass,
+        )

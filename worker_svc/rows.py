@@ -13,6 +13,7 @@ from torch import Tensor
 from common.limits import MAX_ROW_STOP_TOKEN_IDS
 from worker_svc.algorithms import ALGORITHMS
 from worker_svc.algorithms.base import SamplingColumns
+from worker_svc.host_copies import ForwardBypass, upload
 
 if TYPE_CHECKING:
     from worker_svc.rounds import RoundRow, Session
@@ -161,17 +162,18 @@ class SlotColumns:
         for (name, param), column in zip(params, columns, strict=True):
             self.params[name][param] = column
         self.offsets = torch.arange(size, device=device)
+        self.bypass = ForwardBypass(device)
         for name, algorithm in ALGORITHMS.items():
             self.states[name] = algorithm.init_step_state(slots, device)
             self.initial_states[name] = algorithm.init_step_state(1, device)
 
     def write(self, slots: Sequence[int], starts: Sequence[Start]) -> None:
         """Put starting rows into their slots, at least one."""
-        device, places = self.device, torch.tensor(slots, device=self.device)
+        device, places = self.device, upload(slots, self.device)
         self.ids[places] = torch.stack([start.block_ids for start in starts]).to(device)
         self.masked[places] = torch.stack([start.block_mask for start in starts]).to(device)
-        self._integers[places] = torch.tensor([self._integers_of(start) for start in starts], device=device)
-        self._floats[places] = torch.tensor([self._floats_of(start) for start in starts], device=device)
+        self._integers[places] = upload([self._integers_of(start) for start in starts], device)
+        self._floats[places] = upload([self._floats_of(start) for start in starts], device)
         for slot, start in zip(slots, starts, strict=True):
             if start.first_unmask_steps is not None:
                 self.first_unmask_steps[slot] = start.first_unmask_steps.to(device)

@@ -77,7 +77,21 @@ class WorkerSettings(SecuritySettings):
         minimum=1,
         maximum=64,
     )
-    attention_backend: str = setting("torch", help="kernels that attend over the KV pool", choices=("torch",))
+    attention_backend: str = setting(
+        "torch",
+        help="kernels that attend over the KV pool; flashinfer: CUDA, bfloat16",
+        choices=("torch", "flashinfer"),
+    )
+    disable_cuda_graph: bool = setting(
+        False, help="launch every kernel by itself; graphs need --attention-backend flashinfer"
+    )
+    cuda_graph_max_bs: int | None = setting(
+        None,
+        help="most blocks in a captured forward (a fused commit is one more); default: 1.5 * --max-running-requests",
+        metavar="N",
+        minimum=1,
+        maximum=4096,
+    )
     fused_commit: bool = setting(
         True, help="FDFO: the forward that commits a block is also its next block's first; not where algorithms edit"
     )

@@ -15,7 +15,8 @@ from common.architectures import ARCHITECTURES, CheckpointError
 from common.logging import configure_logging
 from common.model_folder import ModelFolder, read_model_folder
 from worker_svc import simulated
-from worker_svc.attention import ATTENTION_BACKENDS
+from worker_svc.attention import ATTENTION_BACKENDS, AttentionUnavailable
+from worker_svc.cuda_graphs import capture_forwards, cuda_capture
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.fault_hook import loop_type
 from worker_svc.loop_config import LoopConfig
@@ -101,6 +102,8 @@ def load_runner(folder: ModelFolder, settings: WorkerSettings, shard: Shard = WH
         return simulated.SimulatedRunner(folder, time_line)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingsError(f"--device {settings.device}: this torch ({torch.__version__}) finds no CUDA device")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     last_report_at = time.monotonic()
 
     def on_progress(bytes_read: int, bytes_total: int) -> None:
@@ -113,7 +116,10 @@ def load_runner(folder: ModelFolder, settings: WorkerSettings, shard: Shard = WH
     model = load_model(folder, dtype=dtype, device=device, shard=shard, on_progress=on_progress)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # what the warm-up takes is measured from here on
-    attention = ATTENTION_BACKENDS[settings.attention_backend]()
+    try:
+        attention = ATTENTION_BACKENDS[settings.attention_backend].for_model(model, settings.batch_invariant)
+    except AttentionUnavailable as error:
+        raise SettingsError(f"--attention-backend {error}") from error
     return TorchModelRunner(model, attention, batch_invariant=settings.batch_invariant, logit_shift=folder.logit_shift)
 
 
@@ -202,6 +208,8 @@ def make_loop(folder: ModelFolder, config: LoopConfig, settings: WorkerSettings,
         if runner.device.type == "cuda" and settings.max_total_tokens is None:
             config = sized_by_memory(runner, config, settings)
         loop = loop_type(os.environ)(runner, config, time.monotonic)
+        if runner.device.type == "cuda":
+            capture_forwards(runner, loop.kv, config.block_size, settings, cuda_capture(runner.device))
         warm_up(loop)
         return loop
     except RuntimeError as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from worker_svc.algorithms import ALGORITHMS
 from worker_svc.algorithms.base import DllmAlgorithm, SamplingColumns, StepBatch
+from worker_svc.host_copies import download, upload
 from worker_svc.records import Recorder
 from worker_svc.rows import Row, SlotColumns
 
@@ -58,7 +59,7 @@ def step_rows(
         groups = [replace(group, editable=columns.editable(group.slots)) for group in last.groups]
     else:
         groups = _groups(rows, slots, columns)
-    return StepRows(slots, torch.tensor(active, dtype=torch.bool, device=columns.device), groups)
+    return StepRows(slots, upload(active, columns.device, torch.bool), groups)
 
 
 def _groups(rows: list[Row], slots: Tensor, columns: SlotColumns) -> list[Group]:
@@ -66,7 +67,7 @@ def _groups(rows: list[Row], slots: Tensor, columns: SlotColumns) -> list[Group]
     groups = []
     for name in dict.fromkeys(row.algorithm for row in rows):
         members = [place for place, row in enumerate(rows) if row.algorithm == name]
-        places = torch.tensor(members, device=columns.device)
+        places = upload(members, columns.device)
         own = slots[places]
         groups.append(
             Group(
@@ -82,8 +83,9 @@ def _groups(rows: list[Row], slots: Tensor, columns: SlotColumns) -> list[Group]
     return groups
 
 
-def step(batch: StepRows, logits: Tensor, columns: SlotColumns, mask_token_id: int) -> list[tuple[int, RowFlags]]:
-    """`step` once per algorithm on logits [R, B, V]; the rows (by place) with a flag set, in one copy to the host.
+def step(batch: StepRows, logits: Tensor, columns: SlotColumns, mask_token_id: int) -> Tensor:
+    """`step` once per algorithm on logits [R, B, V]; the `RowFlags` of the rows, int64 [R, 6], in one copy to the host
+    that is complete when the device has come so far.
 
     A block that ends its request needs no KV: an algorithm that never edits is done with it as soon as the request's
     output is decided. Rows that are not active or whose logits are not finite keep their block as it is.
@@ -125,7 +127,12 @@ def step(batch: StepRows, logits: Tensor, columns: SlotColumns, mask_token_id: i
     over_bound = keep & ~done & (columns.step_index[batch.slots] >= columns.max_steps[batch.slots])
     filled = keep & ~done & ~columns.masked[batch.slots].any(dim=1)
     flags = (done & keep, ends & keep, batch.active & ~finite, over_bound, filled)
-    rows = enumerate(map(RowFlags._make, torch.stack([*flags, first_stop], dim=1).tolist()))
+    return download(torch.stack([*flags, first_stop], dim=1))
+
+
+def flagged_rows(flags: Tensor) -> list[tuple[int, RowFlags]]:
+    """The rows (by place) with a flag set, of what `step` gave; after `ModelRunner.finish`."""
+    rows = enumerate(map(RowFlags._make, flags.tolist()))
     return [(place, row) for place, row in rows if row.done or row.bad_numerics or row.over_bound or row.filled]
 
 

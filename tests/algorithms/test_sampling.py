@@ -18,6 +18,7 @@ from tests.algorithms.naive import NaiveRow
 from worker_svc.algorithms import sampling
 from worker_svc.algorithms.base import StepBatch
 from worker_svc.algorithms.sampling import candidates, draw_uniforms
+from worker_svc.records import log_probabilities
 
 MASK = 0
 
@@ -151,6 +152,23 @@ def test_a_row_depends_on_nothing_of_its_batch(monkeypatch: pytest.MonkeyPatch) 
         tokens, confidences = find(rows, logits)
         assert tokens.equal(torch.cat([one[0] for one in alone]))
         assert confidences.equal(torch.cat([one[1] for one in alone]))
+
+
+def test_logits_in_bfloat16_are_summed_in_groups_as_if_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Largest logit, log-sum-exp and entropy of bf16 logits, a row at a time in fp32, are those of a float64 copy."""
+    monkeypatch.setattr(sampling, "MAX_LOGITS_AT_ONCE", 1)
+    logits = random_logits(8, 3, 4, 5000, 3.0).to(torch.bfloat16)
+    naive_logits = logits.double()
+    naive_logits[..., 0] = float("-inf")
+    expected = naive_logits.log_softmax(dim=-1)
+    logprobs = log_probabilities(logits.clone(), expected.argmax(dim=-1))
+    naive_raw = logits.double().log_softmax(dim=-1).gather(-1, expected.argmax(dim=-1, keepdim=True)).squeeze(-1)
+    assert torch.allclose(logprobs.double(), naive_raw, atol=1e-5)
+    entropy = sampling.entropies(logits.clone(), 0)
+    assert torch.allclose(entropy.double(), (-expected.exp() * expected.nan_to_num(neginf=0)).sum(-1), atol=1e-4)
+    tokens, confidences = find([row(seed=1)] * 3, logits)
+    assert tokens.equal(expected.argmax(dim=-1))
+    assert torch.allclose(confidences.double(), expected.amax(dim=-1).exp(), rtol=1e-5)
 
 
 def test_parameters_of_the_first_row_are_not_those_of_all() -> None:

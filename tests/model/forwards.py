@@ -65,8 +65,8 @@ class Bench:
             self.model, ATTENTION_BACKENDS["torch"](), self.batch_invariant, self.logit_shift
         )
 
-    def forward(self, *parts: Part) -> list[Tensor]:
-        """One forward over all parts; for each the logits [tokens, V] of its blocks."""
+    def input(self, *parts: Part) -> ForwardInput:
+        """All blocks of all parts; logits of all."""
         blocks = [block for part in parts for block in part.blocks]
         segments: list[Segment] = []
         slots: list[int] = []
@@ -75,16 +75,19 @@ class Bench:
             segments.append(Segment(len(slots), len(part.blocks), part.first_block))
             slots += [part.slot] * len(part.blocks)
             block_index += range(part.first_block, part.first_block + len(part.blocks))
-        inputs = ForwardInput(
+        return ForwardInput(
             ids=torch.tensor(blocks),
             slots=torch.tensor(slots),
             block_index=torch.tensor(block_index),
             segments=tuple(segments),
             logits_units=torch.arange(len(blocks)),
         )
-        logits = self.runner.forward(inputs, self.kv)
-        assert logits.dtype == torch.float32
-        assert logits.shape == (len(blocks), self.block_size, self.model.vocab_size)
+
+    def forward(self, *parts: Part) -> list[Tensor]:
+        """One forward over all parts; for each the logits [tokens, V] of its blocks."""
+        logits = self.runner.forward(self.input(*parts), self.kv)
+        assert logits.dtype == self.model.dtype
+        assert logits.shape == (sum(len(part.blocks) for part in parts), self.block_size, self.model.vocab_size)
         return [part.flatten(0, 1) for part in torch.split(logits, [len(part.blocks) for part in parts])]
 
     def final_kv(self, slot: int, num_blocks: int) -> Tensor:

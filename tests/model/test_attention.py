@@ -28,7 +28,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("name", sorted(ATTENTION_BACKENDS))
+@pytest.mark.parametrize("name", ["torch"])  # flashinfer: test_flash_infer.py
 def test_every_unit_sees_its_own_prefix_and_no_more(name: str, data: st.DataObject) -> None:
     """Any mix of rows and chunks over scattered pages equals query-by-query attention over the slot's own blocks."""
     block_size = data.draw(st.sampled_from([1, 4, 32]), "block size")

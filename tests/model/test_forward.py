@@ -222,6 +222,6 @@ def test_batch_invariant_mode_asks_for_one_thread(model: BlockModel) -> None:
     torch.set_num_threads(2)
     try:
         with pytest.raises(ValueError, match="one thread"):
-            TorchModelRunner(model, Bench(model, B).runner._attention, batch_invariant=True)
+            TorchModelRunner(model, Bench(model, B).runner.attention, batch_invariant=True)
     finally:
         torch.set_num_threads(1)

@@ -84,16 +84,17 @@ def test_logits_are_made_for_denoising_rows_only() -> None:
     assert (len(inputs.ids), inputs.logits_units.tolist()) == (2 + 112 + 1, [0, 1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ["LowConfidence", "JointThreshold"])
-def test_a_greedy_step_copies_no_logits(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greedy_step_copies_no_logits(algorithm: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step of 112 blocks makes no second tensor of the logits' size, which at a vocabulary of 157184 would be 2.1
-    GiB: what it allocates at once is bounded by a number of logits, here an eighth of them, in float64."""
+    GiB: what it allocates at once is bounded by a number of logits, here an eighth of them, in fp32 and float64."""
     loop = make_loop(num_slots=112, num_pages=112)
     rows = [start(f"r{number}", effort(9), algorithm=algorithm) for number in range(112)]
     Driver(loop).run(starts=rows, max_forwards=1)
     residents = list(loop.sessions["s"].rows.values())
     batch = step_rows(residents, torch.tensor([row.slot for row in residents]), [True] * 112, loop.columns)
-    logits = torch.randn(112, BLOCK, 1024)
+    logits = torch.randn(112, BLOCK, 1024).to(dtype)
     monkeypatch.setattr(sampling, "MAX_LOGITS_AT_ONCE", logits.numel() // 8)
     with torch.inference_mode(), profile(profile_memory=True) as profiled:
         step(batch, logits, loop.columns, MASK)

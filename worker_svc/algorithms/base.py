@@ -69,9 +69,10 @@ class DllmAlgorithm(ABC):
     def step(self, batch: StepBatch, logits: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Set tokens in `batch.ids`, clear their bits in `batch.masked`, update `state`, all in place.
 
-        `logits` are float32 [R, B, V] of a forward over the block as it stands; the step may overwrite them. Those of a
-        position speak of that position, but at position 0 of a model with shifted logits: there a block begins with its
-        first token set, and the logits speak of the next block's.
+        `logits` [R, B, V], in the model's dtype, are of a forward over the block as it stands; the step may overwrite
+        them. `sampling.row_groups` gives them in fp32 without a copy of all. Those of a position speak of that
+        position, but at position 0 of a model with shifted logits: there a block begins with its first token set, and
+        the logits speak of the next block's.
         Returns done, bool [R]: the block was complete when that forward started and the step changes nothing in it,
         so the KV which the forward wrote is the KV to keep.
 

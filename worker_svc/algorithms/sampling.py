@@ -12,84 +12,93 @@ position), whatever else is in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from worker_svc.algorithms.base import SamplingColumns, StepBatch
 
-# Filtering takes about 50 bytes a logit and a sum 8, so both go through groups of rows with at most so many logits.
+# Logits are looked at in fp32, in groups of rows with at most so many: the fp32 copy of a whole batch would be larger
+# than all else that a forward keeps, and filters need about 50 bytes a logit.
 MAX_LOGITS_AT_ONCE = 1 << 26
+
+
+def row_groups(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of `logits` [R, B, V] in groups, each also as float32 [r, B, V]: a copy, or the logits themselves where
+    they are float32."""
+    at_once = max(1, MAX_LOGITS_AT_ONCE // max(1, logits[0].numel())) if len(logits) else 1
+    for first in range(0, len(logits), at_once):
+        rows = slice(first, first + at_once)
+        yield rows, logits[rows].float()
 
 
 def candidates(batch: StepBatch, logits: Tensor, penalty: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One token for every position, masked or not: ids int64 [R, B] and their probabilities float32 [R, B].
 
-    `logits` float32 [R, B, V] are overwritten. `penalty` float32 [R] is taken off the logit of the token that now
-    stands at the previous position of the block, from position 1 on; a masked position holds no token.
+    `logits` [R, B, V] may be overwritten. `penalty` float32 [R] is taken off the logit of the token that now stands at
+    the previous position of the block, from position 1 on; a masked position holds no token.
     For a sampled row the probability is that of the drawn token after the filters.
     """
-    logits[..., batch.mask_token_id] = float("-inf")
-    if penalty is not None:
-        # A masked neighbour's penalty falls on the mask token, which is at minus infinity already.
-        previous = torch.where(batch.masked, batch.mask_token_id, batch.ids)[:, :-1, None]
-        logits[:, 1:].scatter_add_(2, previous, -penalty[:, None, None].expand(previous.shape))
-    top_logits, best = logits.max(dim=-1, keepdim=True)  # the first of equals
-    best = best.squeeze(-1)
-    # From here on relative to the largest one: no temperature can make them overflow.
-    logits.sub_(top_logits)
-    if not batch.sampling.any_sampling:
-        return best, _probability_of_best(logits.exp_())
+    sampling = batch.sampling
+    previous = None if penalty is None else previous_tokens(batch)
+    if logits.is_cuda and not sampling.any_sampling:
+        from worker_svc.algorithms.greedy_kernel import best_tokens  # Triton comes with a torch for CUDA only
 
-    uniforms = draw_uniforms(batch.sampling, batch.block_index, batch.step_index, batch.ids.shape[1])
-    num_rows, rows_at_once = len(logits), _rows_at_once(logits)
-    drawn, drawn_probability, best_probability = [], [], []
-    for first in range(0, num_rows, rows_at_once):
-        rows = slice(first, first + rows_at_once)
-        best_probability.append(_probability_of_best(logits[rows].exp()))
-        tokens, probability = _draw(logits[rows], batch.sampling, rows, uniforms[rows])
-        drawn.append(tokens)
-        drawn_probability.append(probability)
-    is_sampled = batch.sampling.temperature[:, None] > 0
-    return (
-        torch.where(is_sampled, torch.cat(drawn), best),
-        torch.where(is_sampled, torch.cat(drawn_probability), torch.cat(best_probability)),
-    )
+        return best_tokens(logits, batch.mask_token_id, previous, penalty)
+    uniforms = None
+    if sampling.any_sampling:
+        uniforms = draw_uniforms(sampling, batch.block_index, batch.step_index, batch.ids.shape[1])
+    tokens, probabilities = torch.zeros_like(batch.ids), torch.zeros_like(batch.ids, dtype=torch.float32)
+    for rows, group in row_groups(logits):
+        group[..., batch.mask_token_id] = float("-inf")
+        if penalty is not None and previous is not None:
+            places = previous[rows, 1:, None]
+            group[:, 1:].scatter_add_(2, places, -penalty[rows, None, None].expand(places.shape))
+        top_logits, best = group.max(dim=-1, keepdim=True)  # the first of equals
+        # From here on relative to the largest one: no temperature can make them overflow.
+        group.sub_(top_logits)
+        if uniforms is not None:
+            drawn, probability = _draw(group, sampling, rows, uniforms[rows])
+            is_sampled = sampling.temperature[rows, None] > 0
+            tokens[rows] = torch.where(is_sampled, drawn, best.squeeze(-1))
+            probabilities[rows] = torch.where(is_sampled, probability, _probability_of_best(group))
+        else:
+            tokens[rows], probabilities[rows] = best.squeeze(-1), _probability_of_best(group)
+    return tokens, probabilities
+
+
+def previous_tokens(batch: StepBatch) -> Tensor:
+    """int64 [R, B]: the token before each position of the block, -1 at the first. Where that is masked it is the mask
+    token, whose logit is minus infinity already."""
+    standing = torch.where(batch.masked, batch.mask_token_id, batch.ids)
+    return torch.nn.functional.pad(standing[:, :-1], (1, 0), value=-1)
 
 
 def entropies(logits: Tensor, mask_token_id: int) -> Tensor:
-    """float32 [R, B], in nats: of the distributions that `logits` float32 [R, B, V] give without the mask token, whose
-    logit becomes minus infinity; nothing else of them changes.
+    """float32 [R, B], in nats: of the distributions that `logits` [R, B, V] give without the mask token, whose logit
+    becomes minus infinity; nothing else of them changes.
 
     Sums are float64 so that their order, which changes with the batch, does not show in the result.
     """
     logits[..., mask_token_id] = float("-inf")
-    num_rows, rows_at_once = len(logits), _rows_at_once(logits)
-    parts = []
-    for first in range(0, num_rows, rows_at_once):
-        relative = logits[first : first + rows_at_once]
-        relative = relative - relative.amax(dim=-1, keepdim=True)
+    result = torch.zeros(logits.shape[:2], dtype=torch.float32, device=logits.device)
+    for rows, group in row_groups(logits):
+        relative = group - group.amax(dim=-1, keepdim=True)
         weights = relative.exp()
         # A weight of 0 adds nothing, and 0 times minus infinity would.
         products = relative.mul_(weights).nan_to_num_(nan=0.0)
         total = weights.sum(dim=-1, dtype=torch.float64)
-        parts.append((total.log() - products.sum(dim=-1, dtype=torch.float64) / total).to(torch.float32))
-    return torch.cat(parts)
+        result[rows] = (total.log() - products.sum(dim=-1, dtype=torch.float64) / total).to(torch.float32)
+    return result
 
 
-def _probability_of_best(weights: Tensor) -> Tensor:
-    """float32 [R, B] from exp(logit - largest logit): the best token's weight is 1.
+def _probability_of_best(relative: Tensor) -> Tensor:
+    """float32 [r, B] from logit - largest logit, which is overwritten: the best token's weight is 1.
 
-    The sum is float64 so that its order, which changes with the batch, does not show in the result. It makes a float64
-    copy of what is summed.
+    The sum is float64 so that its order, which changes with the batch, does not show in the result.
     """
-    at_once = _rows_at_once(weights)
-    parts = [weights[first : first + at_once] for first in range(0, len(weights), at_once)]
-    sums = torch.cat([part.sum(dim=-1, dtype=torch.float64) for part in parts])
-    return sums.reciprocal().to(torch.float32)
-
-
-def _rows_at_once(logits: Tensor) -> int:
-    return max(1, MAX_LOGITS_AT_ONCE // logits[0].numel())
+    return relative.exp_().sum(dim=-1, dtype=torch.float64).reciprocal().to(torch.float32)
 
 
 def _draw(logits: Tensor, sampling: SamplingColumns, rows: slice, uniforms: Tensor) -> tuple[Tensor, Tensor]:

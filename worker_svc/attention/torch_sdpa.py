@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from worker_svc.attention.base import AttentionBackend
+from worker_svc.host_copies import upload
 
 if TYPE_CHECKING:
     from worker_svc.kv.store import KVStore
@@ -89,7 +90,7 @@ class TorchSdpaAttention(AttentionBackend):
         block_size, device = inputs.ids.shape[1], inputs.ids.device
         units: torch.Tensor | slice = slice(None)
         if not all_units:
-            units = torch.tensor([s.first_unit for s in segments], device=device)
+            units = upload([s.first_unit for s in segments], device)
         last_block = inputs.block_index[units][:, None]
         blocks = torch.arange(max(s.first_block for s in segments) + 1, device=device)
         pool_blocks = self._pool_blocks(inputs.slots[units][:, None], blocks)

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from worker_svc.host_copies import upload
 from worker_svc.kv.pages import PagePool
 from worker_svc.kv.prefix_cache import ROOT, page_keys
 from worker_svc.kv.store import KVStore
@@ -101,7 +101,7 @@ class SlotTable:
         """Bring the map on the device up to date."""
         if self._unwritten:
             places = [(*key, page) for key, page in self._unwritten.items()]
-            slots, columns, pages = torch.tensor(places, device=self.kv.page_table.device).unbind(dim=1)
+            slots, columns, pages = upload(places, self.kv.page_table.device).unbind(dim=1)
             self.kv.page_table[slots, columns] = pages
             self._unwritten.clear()
 

@@ -17,6 +17,7 @@ class BlockModel(nn.Module):
     """
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -33,7 +34,7 @@ class BlockModel(nn.Module):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, B, hidden_size] -> float32 [R, B, vocab_size], by the hidden state of each position."""
+        """hidden [R, B, hidden_size] -> [R, B, vocab_size] in the same dtype, by the hidden state of each position."""
 
     @abstractmethod
     def checkpoint_tensors(self, merged_experts: bool) -> dict[str, torch.Tensor]:

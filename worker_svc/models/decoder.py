@@ -184,7 +184,7 @@ class Decoder(BlockModel):
         config = shard.part_of(config)
         self.config, self.dtype, self.shard = config, dtype, shard
         self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
-        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         num_tokens = config.vocab_size // shard.size
         self.embedding = _weight(num_tokens, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList([Layer(config, index, dtype, shard) for index in range(config.num_layers)])
@@ -201,7 +201,7 @@ class Decoder(BlockModel):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self.embedding if self.lm_head is None else self.lm_head
         own = linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), head)
-        return self.shard.gather_logits(own).float()
+        return self.shard.gather_logits(own)
 
     def checkpoint_tensors(self, merged_experts: bool) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {
