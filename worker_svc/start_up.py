@@ -101,6 +101,8 @@ def load_runner(folder: ModelFolder, settings: WorkerSettings, shard: Shard = WH
         return simulated.SimulatedRunner(folder, time_line)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingsError(f"--device {settings.device}: this torch ({torch.__version__}) finds no CUDA device")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     last_report_at = time.monotonic()
 
     def on_progress(bytes_read: int, bytes_total: int) -> None:

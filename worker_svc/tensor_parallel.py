@@ -4,6 +4,7 @@
     others     wait          ──► page table, input ──► forward          (each with its heads, over its own KV)
 
 The others know nothing of rounds: a forward's page-table rows come with it, so nothing can get out of step.
+Segments and pages stay away where they are those of the forward before: a slot gets no page while its batch stands.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Group:
             device_id=device if is_cuda else None,
         )
         self._orders = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        self.segments: tuple[Segment, ...] = ()  # of the last forward
         self._message = torch.zeros(1 + 8 + SEGMENT_INTEGERS * SEGMENTS_PER_SLOT * num_slots, dtype=torch.int64)
 
     def send(self, order: Order, *numbers: int) -> None:
@@ -110,11 +112,13 @@ class LeadingRunner:
 def send_forward(group: Group, inputs: ForwardInput, kv: KVStore) -> None:
     """Rank 0's side of `receive_forward`."""
     num_units, block_size = inputs.ids.shape
-    last_block = max(segment.first_block + segment.num_units for segment in inputs.segments)
+    segments = () if inputs.segments is group.segments else inputs.segments
+    group.segments = inputs.segments
+    last_block = max((segment.first_block + segment.num_units for segment in segments), default=0)
     num_columns = -(-last_block * block_size // kv.page_size)
-    sizes = (num_units, block_size, len(inputs.logits_units), num_columns, len(inputs.segments))
+    sizes = (num_units, block_size, len(inputs.logits_units), num_columns, len(segments))
     pool = (kv.num_pages, kv.page_size, kv.page_table.shape[1])
-    group.send(Order.FORWARD, *sizes, *pool, *[number for segment in inputs.segments for number in segment])
+    group.send(Order.FORWARD, *sizes, *pool, *[number for segment in segments for number in segment])
     pages = kv.page_table[inputs.slots, :num_columns]
     parts = (inputs.ids, inputs.slots, inputs.block_index, inputs.logits_units, pages)
     dist.broadcast(torch.cat([part.flatten() for part in parts]), src=0)
@@ -142,12 +146,13 @@ def receive_forward(
     dist.broadcast(received, src=0)
     ids, slots, block_index, logits_units, pages = torch.split(received, lengths)
     kv.page_table[slots, :num_columns] = pages.view(num_units, num_columns)
-    fields = numbers[8 : 8 + SEGMENT_INTEGERS * num_segments]
-    segments = tuple(
-        Segment(first_unit, num, first_block, bool(is_prefill))
-        for first_unit, num, first_block, is_prefill in zip(*[iter(fields)] * SEGMENT_INTEGERS, strict=True)
-    )
-    return ForwardInput(ids.view(num_units, block_size), slots, block_index, segments, logits_units), kv
+    if num_segments:
+        fields = iter(numbers[8 : 8 + SEGMENT_INTEGERS * num_segments])
+        group.segments = tuple(
+            Segment(first_unit, num, first_block, bool(is_prefill))
+            for first_unit, num, first_block, is_prefill in zip(*[fields] * SEGMENT_INTEGERS, strict=True)
+        )
+    return ForwardInput(ids.view(num_units, block_size), slots, block_index, group.segments, logits_units), kv
 
 
 @torch.inference_mode()
