@@ -305,30 +305,41 @@ class MiniCheck:
         }
 
     def check_rows(self, num_rows: int) -> dict[str, Any]:
-        """FDFO with one and two rounds in flight and SYNC, and the floor: bytes that must be read / copy bandwidth."""
-        from fdfo.worker.v1 import worker_pb2 as pb
+        """FDFO with one and two rounds in flight and SYNC, with every way to launch a forward; and the floor: bytes
+        that must be read / copy bandwidth."""
         from worker_svc.denoise import DenoiseLoop
 
-        if self.is_late():
-            return {"skipped": f"over {self.scale.deadline_s:g} s since the start", "ok": True}
         loop = DenoiseLoop(self.runner, self.config(num_rows), time.monotonic)
         result: dict[str, Any] = {"rows": num_rows, "context_tokens": (CONTEXT_BLOCKS + 1) * BLOCK_SIZE}
-        for name, mode, in_flight in (
+        for way, get_ready in self.ways().items():
+            why_not = self.late() or get_ready(loop)
+            result[way] = {"skipped": why_not} if why_not else self.measure_modes(way, loop, result)
+        return result | {"ok": loop.pool.usage().held == 0}
+
+    def ways(self) -> dict[str, Callable[[DenoiseLoop], str]]:
+        """How forwards are launched, and what gets a loop ready for it or says why it cannot be."""
+        return {"eager": lambda loop: "", "graphs": lambda loop: "this worker captures no graphs"}
+
+    def measure_modes(self, way: str, loop: DenoiseLoop, result: dict[str, Any]) -> dict[str, Any]:
+        """By mode; `result` gets the floor once."""
+        from fdfo.worker.v1 import worker_pb2 as pb
+
+        modes: dict[str, Any] = {}
+        for mode, wire_mode, in_flight in (
             ("fdfo_k1", pb.MODE_FDFO, 1),
             ("fdfo_k2", pb.MODE_FDFO, 2),
             ("sync", pb.MODE_SYNC, 1),
         ):
-            if self.is_late():
-                result.setdefault("skipped", {})[name] = f"over {self.scale.deadline_s:g} s since the start"
+            if why_not := self.late():
+                modes[mode] = {"skipped": why_not}
                 continue
-            feeder = Feeder(loop, num_rows, mode, in_flight, name)
-            result[name] = measure(feeder, self.scale.num_forwards)
+            feeder = Feeder(loop, result["rows"], wire_mode, in_flight, f"{way}-{mode}")
+            modes[mode] = measure(feeder, self.scale.num_forwards)
             if "floor_ms" not in result:
                 result |= self.floor(feeder)
+            modes[mode]["over_floor"] = round(modes[mode]["forward_ms"] / result["floor_ms"], 2)
             feeder.end()
-        if "floor_ms" in result:
-            result["forward_over_floor"] = round(result["fdfo_k1"]["forward_ms"] / result["floor_ms"], 2)
-        return result | {"ok": loop.pool.usage().held == 0}
+        return modes
 
     def floor(self, feeder: Feeder) -> dict[str, Any]:
         """Milliseconds to read the weights that a forward touches and the KV of its rows, at the copy's bandwidth."""
@@ -374,5 +385,7 @@ class MiniCheck:
         free, total = (round(figure / 1e9, 2) for figure in torch.cuda.mem_get_info())
         return {"pool_tokens": config.num_pages * BLOCK_SIZE, "free_gb": free, "total_gb": total, "ok": True}
 
-    def is_late(self) -> bool:
-        return time.monotonic() - self.started_at > self.scale.deadline_s
+    def late(self) -> str:
+        """Why nothing more is measured, if so."""
+        is_late = time.monotonic() - self.started_at > self.scale.deadline_s
+        return f"over {self.scale.deadline_s:g} s since the start" if is_late else ""
