@@ -29,7 +29,7 @@ from worker_svc.model_runner import ModelRunner
 from worker_svc.rounds import Session
 from worker_svc.rows import Phase, Row, SlotColumns, Start
 from worker_svc.starts import StartRules, decode_start
-from worker_svc.step import StepRows, step, step_rows
+from worker_svc.step import StepRows, flagged_rows, step, step_rows
 
 
 @dataclass
@@ -192,8 +192,9 @@ class _Loop:
         logits = self.runner.forward(forward_input(self.batch, chunks, self.columns), self.kv)
         if self.step_rows is None:
             self.step_rows = step_rows(denoising, self.batch.slots, [True] * len(denoising), self.columns)
-        flagged = step(self.step_rows, logits, self.columns, self.config.mask_token_id) if denoising else []
+        flags = step(self.step_rows, logits, self.columns, self.config.mask_token_id) if denoising else None
         self.result.device_ms += self.runner.finish()
+        flagged = flagged_rows(flags) if flags is not None else []
         self.result.forwards += 1
         self.result.row_forwards += len(denoising)
         self.result.prefill_tokens += sum(chunk.num_blocks for chunk in chunks) * self.config.block_size

@@ -233,6 +233,7 @@ class MiniCheck:
     device: str
     scale: Scale
     started_at: float = field(default_factory=time.monotonic)
+    why_torch_attention: str = ""  # instead of FlashInfer
 
     def parts(self) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
         """Names and what to run, in order."""
@@ -241,18 +242,21 @@ class MiniCheck:
 
     @cached_property
     def model(self) -> BlockModel:
-        import torch
-
         from tools.gpu_check import random_model
+        from tools.gpu_check_forward import dtype_of
 
-        return random_model(self.scale.sizes, torch.bfloat16, self.device)
+        return random_model(self.scale.sizes, dtype_of(self.device), self.device)
 
     @cached_property
     def runner(self) -> TorchModelRunner:
-        from tools.gpu_check import attention
+        from tools import gpu_check, gpu_check_forward
         from worker_svc.model_runner import TorchModelRunner
 
-        return TorchModelRunner(self.model, attention())
+        try:
+            attention = gpu_check_forward.flash_infer(self.model)
+        except gpu_check_forward.NotHere as error:
+            attention, self.why_torch_attention = gpu_check.attention(), str(error)
+        return TorchModelRunner(self.model, attention)
 
     @cached_property
     def bytes_per_s(self) -> float:
@@ -299,6 +303,7 @@ class MiniCheck:
         self.wait()
         return {
             "parameters": num_parameters,
+            "attention": type(self.runner.attention).__name__,
             "made_s": round(time.perf_counter() - started_at, 2),
             "copy_gb_per_s": round(self.bytes_per_s / 1e9, 1),
             "ok": True,
@@ -314,11 +319,25 @@ class MiniCheck:
         for way, get_ready in self.ways().items():
             why_not = self.late() or get_ready(loop)
             result[way] = {"skipped": why_not} if why_not else self.measure_modes(way, loop, result)
+        self.runner.graphs = None  # their pool goes with the loop
         return result | {"ok": loop.pool.usage().held == 0}
 
     def ways(self) -> dict[str, Callable[[DenoiseLoop], str]]:
         """How forwards are launched, and what gets a loop ready for it or says why it cannot be."""
-        return {"eager": lambda loop: "", "graphs": lambda loop: "this worker captures no graphs"}
+        return {"eager": lambda loop: "", "graphs": self.capture}
+
+    def capture(self, loop: DenoiseLoop) -> str:
+        """Graphs of the loop's forwards; why not, if so."""
+        from tools import gpu_check_forward
+        from worker_svc.cuda_graphs import ForwardGraphs
+
+        runner = self.runner
+        if runner.attention.for_graph(1) is None:
+            return f"torch's attention cannot be captured, and {self.why_torch_attention}"
+        max_units = -(-loop.config.num_slots * 3 // 2)
+        capture = gpu_check_forward.capture_on(self.device)
+        runner.graphs = ForwardGraphs(self.model, runner.attention, loop.kv, BLOCK_SIZE, max_units, capture)
+        return ""
 
     def measure_modes(self, way: str, loop: DenoiseLoop, result: dict[str, Any]) -> dict[str, Any]:
         """By mode; `result` gets the floor once."""

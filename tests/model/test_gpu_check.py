@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +26,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_all_parts_hold_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every part passes at tiny sizes with the CPU in the place of the GPU; only the GPU's memory is left out."""
+    """Every part passes at tiny sizes with the CPU in the place of the GPU; what needs one is left out and says so."""
     assert gpu_check.main(["--device", "cpu", "--tiny"]) == 0
     first, *lines = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["device"] == "cpu"
     found = {line["part"]: line for line in lines}
     assert all(line["ok"] for line in lines), lines
-    assert {name for name, line in found.items() if "skipped" in line} == {"mini_memory"}
+    not_here = {"mini_memory", "check_flashinfer", "check_graphs", "check_no_sync", "time_graphs"}
+    assert {name for name, line in found.items() if "skipped" in line} == not_here
     assert found.keys() >= {part.__name__ for part in gpu_check.PARTS} - {"time_denoise"}
     rows = found["mini_3_rows"]
     for mode in ("fdfo_k1", "fdfo_k2", "sync"):
@@ -42,7 +44,8 @@ def test_all_parts_hold_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         expected = 3 * 32 / 14 / measured["wall_ms_per_forward"] * 1000
         assert measured["tokens_per_s"] == pytest.approx(expected, rel=0.01)
     assert rows["eager"]["sync"]["rounds_per_forward"] < rows["eager"]["fdfo_k1"]["rounds_per_forward"]
-    assert rows["graphs"] == {"skipped": "this worker captures no graphs"}
+    why_not = "torch's attention cannot be captured, and flashinfer needs --device cuda"
+    assert rows["graphs"] == {"skipped": why_not}
 
 
 @pytest.fixture
@@ -58,9 +61,22 @@ def test_the_floor_is_bytes_over_bandwidth(mini: gpu_check_mini.MiniCheck) -> No
     (rows,) = [part() for name, part in mini.parts() if name == "mini_3_rows"]
     model = mini.model
     weights = sum(parameter.nbytes for name, parameter in model.named_parameters() if name != "embedding")
-    kv = 3 * 32 * 2 * model.num_layers * 32 * model.num_kv_heads * model.head_dim * 2
+    kv = 3 * 32 * 2 * model.num_layers * 32 * model.num_kv_heads * model.head_dim * model.dtype.itemsize
     assert rows["experts_touched"] == 1
     assert rows["floor_ms"] == pytest.approx((weights + kv) / 1e6, abs=1e-3)
+
+
+def test_graphs_are_measured_where_there_are_any(
+    mini: gpu_check_mini.MiniCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With emulated kernels and captures all modes run through graphs too, and the runner has none afterwards."""
+    monkeypatch.setattr(gpu_check_forward, "flash_infer", flash_infer)
+    monkeypatch.setattr(gpu_check_forward, "capture_on", lambda device: Emulated())
+    mini.scale = dataclasses.replace(mini.scale, num_forwards=4)
+    rows = mini.check_rows(1)
+    assert rows["ok"] and rows["graphs"].keys() == rows["eager"].keys() == {"fdfo_k1", "fdfo_k2", "sync"}
+    assert rows["graphs"]["sync"]["forward_ms"] > 0
+    assert mini.runner.graphs is None
 
 
 def test_what_comes_too_late_is_skipped_and_says_so(mini: gpu_check_mini.MiniCheck) -> None:
