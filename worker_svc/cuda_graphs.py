@@ -137,7 +137,10 @@ def capture_forwards(
     runner: ModelRunner, kv: KVStore, block_size: int, settings: WorkerSettings, capture: Capture
 ) -> None:
     """The runner's graphs over its pool, where flags and attention backend allow them. Raises CaptureError."""
-    if settings.disable_cuda_graph or settings.batch_invariant or not isinstance(runner, TorchModelRunner):
+    if settings.disable_cuda_graph or settings.batch_invariant:
+        return
+    if not isinstance(runner, TorchModelRunner):
+        log.info("cuda_graphs", graphs=0, hint="forwards of several processes are not captured")
         return
     if runner.attention.for_graph(1) is None:
         log.info("cuda_graphs", graphs=0, hint=f"--attention-backend {settings.attention_backend} cannot be captured")

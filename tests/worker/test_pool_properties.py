@@ -45,7 +45,13 @@ MAX_WAITING = 5  # rounds on their way, per scheduler
 class StampingRunner(ScriptedRunner):
     """Leaves in the KV of every unit a stamp of its tokens and of the stamp before; NaN for a block with BAD."""
 
+    planned: tuple[object, torch.Tensor, torch.Tensor] = ((), torch.empty(0), torch.empty(0))
+
     def forward(self, inputs: ForwardInput, kv: KVStore) -> torch.Tensor:
+        if self.planned[0] is inputs.segments:  # a plan of attention stands as long as the segments do
+            assert self.planned[1].equal(kv.page_table[inputs.slots]), "pages changed under the same segments"
+            assert self.planned[2].equal(inputs.block_index)
+        self.planned = inputs.segments, kv.page_table[inputs.slots], inputs.block_index
         units = zip(inputs.block_index.tolist(), inputs.slots.tolist(), inputs.ids.tolist(), strict=True)
         for block, slot, tokens in sorted(units):
             assert kv.page_table[slot, block * BLOCK // kv.page_size] != 0, "a forward over a position without a page"
