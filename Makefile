@@ -90,7 +90,7 @@ bench-quick: $(STAMP) ## most of it with five short runs each (about 3 minutes)
 eval: $(STAMP) ## the shipped modes give the answers of one request at a time (about 2 minutes)
 	@$(BIN)/python -m bench.evaluate
 
-gpu-check: ## CUDA against the CPU, FlashInfer against torch, graphs, times; needs a GPU
+gpu-check: ## CUDA against the CPU, FlashInfer, graphs, then a 16B model's speed; needs a GPU (8 minutes)
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py
 
 clean: ## remove the environment and all caches

@@ -192,13 +192,13 @@ class _Loop:
         logits = self.runner.forward(forward_input(self.batch, chunks, self.columns), self.kv)
         if self.step_rows is None:
             self.step_rows = step_rows(denoising, self.batch.slots, [True] * len(denoising), self.columns)
-        row_flags = step(self.step_rows, logits, self.columns, self.config.mask_token_id) if denoising else None
+        flags = step(self.step_rows, logits, self.columns, self.config.mask_token_id) if denoising else None
         self.result.device_ms += self.runner.finish()
         self.result.forwards += 1
         self.result.row_forwards += len(denoising)
         self.result.prefill_tokens += sum(chunk.num_blocks for chunk in chunks) * self.config.block_size
-        flagged = flagged_rows(row_flags) if row_flags is not None else []
-        if any(flags.bad_numerics or flags.over_bound for _, flags in flagged):
+        flagged = flagged_rows(flags) if flags is not None else []
+        if any(each.bad_numerics or each.over_bound for _, each in flagged):
             raise RuntimeError("logits are not finite, or a block is over its bound of forwards")
         return [denoising[place] for place, flags in flagged if flags.done]
 

@@ -1,11 +1,13 @@
-"""Does the model compute on CUDA what it computes on the CPU, and how fast? One JSON line after each part.
+"""Does the worker compute on CUDA what it computes on the CPU, and how fast? One JSON line after each part.
 
 Needs torch and a GPU; the part with the shipped checkpoint also tokenizers, transformers and safetensors.
+`--device cpu --tiny` runs the same code here, at sizes that say nothing of speed.
 Exit status: 0 all parts hold, 1 one does not, 2 there is no GPU here.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -17,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools import gpu_check_forward  # noqa: E402
+from tools import gpu_check_forward, gpu_check_mini, gpu_check_parallel  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from worker_svc.attention import AttentionBackend
     from worker_svc.kv.store import KVStore
-    from worker_svc.model_runner import ForwardInput
+    from worker_svc.model_runner import ForwardInput, ModelRunner
     from worker_svc.models.base import BlockModel
 
 BLOCK_SIZE = 32
@@ -96,7 +98,7 @@ def copy_model(model: BlockModel, sizes: dict[str, Any], dtype: Any, device: str
     return copy
 
 
-def make_kv(model: BlockModel, num_slots: int, num_blocks: int) -> KVStore:
+def make_kv(model: BlockModel | ModelRunner, num_slots: int, num_blocks: int) -> KVStore:
     """A pool with scattered pages, the same on every device, and NaN in them as freed pages may hold."""
     import torch
 
@@ -145,14 +147,19 @@ MIXED = [(0, 9, 1), (1, 1, 1), (2, 2, 1), (3, 4, 2), (4, 0, 3), (5, 0, 1)]
 
 def forwards(model: BlockModel, batch_invariant: bool = False) -> Tensor:
     """Logits of prefill and mixed forward, on the CPU."""
-    import torch
-
     from worker_svc.model_runner import TorchModelRunner
 
-    runner = TorchModelRunner(model, attention(), batch_invariant)
-    kv = make_kv(model, num_slots=6, num_blocks=10)
+    return logits_of(TorchModelRunner(model, attention(), batch_invariant))
+
+
+def logits_of(runner: ModelRunner) -> Tensor:
+    """Logits of prefill and mixed forward, on the CPU."""
+    import torch
+
+    kv = make_kv(runner, num_slots=6, num_blocks=10)
     logits = [
-        runner.forward(make_input(segments, model.vocab_size, model.device), kv).cpu() for segments in (PREFILL, MIXED)
+        runner.forward(make_input(segments, runner.vocab_size, runner.device), kv).cpu()
+        for segments in (PREFILL, MIXED)
     ]
     return torch.cat(logits)
 
@@ -246,12 +253,9 @@ def time_denoise(device: str) -> dict[str, Any]:
         inputs = make_input([(slot, context_blocks, 1) for slot in range(num_rows)], model.vocab_size, device)
         times = []
         for _ in range(3 + TIMED_FORWARDS):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
             runner.forward(inputs, kv)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        milliseconds[str(num_rows)] = round(statistics.median(times[3:]) * 1000, 3)
+            times.append(runner.finish())
+        milliseconds[str(num_rows)] = round(statistics.median(times[3:]), 3)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"ms_by_rows": milliseconds, "parameters": num_parameters, "context_tokens": 1024, "ok": True}
 
@@ -261,34 +265,57 @@ PARTS: tuple[Callable[[str], dict[str, Any]], ...] = (
     check_batch_invariant,
     check_shipped,
     check_bf16,
+    *gpu_check_parallel.PARTS,
     time_denoise,
     *gpu_check_forward.PARTS,
 )
 
 
-def main() -> int:
+def parts_on(device: str, scale: gpu_check_mini.Scale) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Names and what to run, in order."""
+    here = [part for part in PARTS if device == "cuda" or part is not time_denoise]
+    return [(part.__name__, lambda part=part: part(device)) for part in here] + gpu_check_mini.MiniCheck(
+        device, scale
+    ).parts()
+
+
+def header(device: str) -> dict[str, Any]:
+    """What the first line says; `gpu` is None where there is none, with the reason."""
     try:
         import torch
     except ImportError:
-        print(json.dumps({"gpu": None, "reason": "torch is not installed"}))
-        return 2
+        return {"gpu": None, "reason": "torch is not installed"}
+    if device == "cpu":
+        return {"gpu": None, "device": "cpu", "torch": torch.__version__}
     if not torch.cuda.is_available():
         built_for = "this torch is built without CUDA" if torch.version.cuda is None else "CUDA finds no device"
-        print(json.dumps({"gpu": None, "reason": f"{built_for} (torch {torch.__version__})"}))
-        return 2
+        return {"gpu": None, "reason": f"{built_for} (torch {torch.__version__})"}
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tf32": False}), flush=True)
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tf32": False}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="gpu_check", description="What a GPU computes, and how fast.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the code")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, for --device cpu")
+    arguments = parser.parse_args(argv)
+    first = header(arguments.device)
+    print(json.dumps(first), flush=True)
+    if "reason" in first:
+        return 2
+    import torch
+
     holds = True
-    for part in PARTS:
+    for name, part in parts_on(arguments.device, gpu_check_mini.TINY if arguments.tiny else gpu_check_mini.FULL):
         start = time.perf_counter()
         try:
             with torch.inference_mode():
-                result = part("cuda")
+                result = part()
         except Exception as error:  # the other parts still say something
             result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "ok": False}
         holds = holds and result["ok"]
-        print(json.dumps({"part": part.__name__, "s": round(time.perf_counter() - start, 2), **result}), flush=True)
+        print(json.dumps({"part": name, "s": round(time.perf_counter() - start, 2), **result}), flush=True)
     return 0 if holds else 1
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from worker_svc.attention.base import AttentionBackend
 from worker_svc.kv.store import KVStore
+from worker_svc.loop_config import SettingsError
 from worker_svc.model_runner import ForwardInput, ModelRunner, TorchModelRunner, positions_of
 from worker_svc.models.base import BlockModel
 from worker_svc.settings import WorkerSettings
@@ -32,7 +33,7 @@ log = structlog.get_logger()
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 
 
-class CaptureError(Exception):
+class CaptureError(SettingsError):
     """One line: why a forward could not be captured, and the flag to change."""
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.model_folder import ModelFolder
-from worker_svc.settings import WorkerSettings
-
-DEFAULT_MAX_TOTAL_TOKENS = 65_536
+from worker_svc.settings import WorkerSettings, default_kv_tokens
 
 
 class SettingsError(Exception):
@@ -58,9 +56,9 @@ def loop_config(folder: ModelFolder, settings: WorkerSettings) -> LoopConfig:
             f"--chunked-prefill-size {chunk} must be a multiple of the block size {block_size} (--block-size), such as "
             f"{max(1, chunk // block_size) * block_size}"
         )
-    whole_context = -(-folder.context_length // page_size) * page_size
-    most = settings.max_running_requests * whole_context
-    total_tokens = settings.max_total_tokens or max(whole_context, min(most, DEFAULT_MAX_TOTAL_TOKENS))
+    total_tokens = settings.max_total_tokens or default_kv_tokens(
+        folder.context_length, page_size, settings.max_running_requests
+    )
     if total_tokens < page_size:
         raise SettingsError(f"--max-total-tokens {total_tokens} is less than a page of {page_size}")
     return LoopConfig(

@@ -1,106 +1,43 @@
-"""A worker: load a model, warm it up, serve it."""
+"""A worker: serve a model from its loading on."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads beside a process cost ten times
 
 import structlog
-import torch
 
-from common.fingerprint import short_fingerprint
 from common.grpc_server import GrpcService, forget_garbage, print_ready
 from common.metrics import listen
 from common.model_folder import ModelFolder
 from common.tracing import Tracing, tracing_to
 from fdfo.worker.v1 import worker_pb2_grpc
-from worker_svc import simulated
-from worker_svc.attention import ATTENTION_BACKENDS, AttentionUnavailable
-from worker_svc.cuda_graphs import CaptureError, capture_forwards, cuda_capture
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.executor import Executor
-from worker_svc.fault_hook import loop_type
 from worker_svc.loading import exit_beside_threads, in_thread
-from worker_svc.loop_config import LoopConfig, SettingsError
+from worker_svc.loop_config import LoopConfig
 from worker_svc.metrics import WorkerMetrics
-from worker_svc.model_runner import ModelRunner, TorchModelRunner
-from worker_svc.models.loading import load_model
+from worker_svc.model_runner import ModelRunner
+from worker_svc.ranks import Ranks
 from worker_svc.server import SERVICE_NAME, LoadingServicer, WorkerServicer
 from worker_svc.settings import WorkerSettings
+from worker_svc.start_up import load_loop, start_ranks
+from worker_svc.tensor_parallel import LeadingRunner
 from worker_svc.traces import TracedExecutor
-from worker_svc.warm_up import WARM_UP_LIMIT_S, warm_up
 from worker_svc.watchdog import watch_device
 
 DRAIN_GRACE_S = 10.0
+RANK_STOP_S = 5.0  # that the other ranks have to end when told to
 DRAIN_LINGER_S = 0.2  # rounds that are on their way are told that the worker drains; a closed port looks like a crash
-PROGRESS_EVERY_S = 2.0
 # The device thread comes back from a forward and wants the interpreter from the gRPC thread; the usual 5 ms is long.
 SWITCH_INTERVAL_S = 0.0005
 
 log = structlog.get_logger()
-
-
-def load_runner(folder: ModelFolder, settings: WorkerSettings) -> ModelRunner:
-    """The folder's model on its device. Raises SettingsError naming the flag, or CheckpointError."""
-    device = torch.device(settings.device)
-    if not folder.has_weights:
-        if device.type != "cpu" or settings.dtype != "auto":
-            raise SettingsError(f"--device, --dtype: {folder.path} is simulated; leave them out")
-        time_line = simulated.TimeLine(time.monotonic, time.sleep, simulated.usual_overshoot_s())
-        return simulated.SimulatedRunner(folder, time_line)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"--device {settings.device}: this torch ({torch.__version__}) finds no CUDA device")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    last_report_at = time.monotonic()
-
-    def on_progress(bytes_read: int, bytes_total: int) -> None:
-        nonlocal last_report_at
-        if time.monotonic() - last_report_at > PROGRESS_EVERY_S:
-            last_report_at = time.monotonic()
-            log.info("loading", mib_read=bytes_read >> 20, mib_total=bytes_total >> 20)
-
-    dtype = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
-    model = load_model(folder, dtype=dtype, device=device, on_progress=on_progress)
-    try:
-        attention = ATTENTION_BACKENDS[settings.attention_backend].for_model(model, settings.batch_invariant)
-    except AttentionUnavailable as error:
-        raise SettingsError(f"--attention-backend {error}") from error
-    return TorchModelRunner(model, attention, batch_invariant=settings.batch_invariant, logit_shift=folder.logit_shift)
-
-
-def load_loop(settings: WorkerSettings, folder: ModelFolder, config: LoopConfig) -> DenoiseLoop:
-    """The folder's model behind a warm loop. Raises SettingsError naming the flag, or CheckpointError."""
-    torch.set_num_threads(1 if settings.batch_invariant else settings.num_threads)
-    started_at = time.monotonic()
-    loop = loop_type(os.environ)(load_runner(folder, settings), config, time.monotonic)
-    if loop.runner.device.type == "cuda":
-        try:
-            capture_forwards(loop.runner, loop.kv, config.block_size, settings, cuda_capture(loop.runner.device))
-        except CaptureError as error:
-            raise SettingsError(str(error)) from error
-    loaded_at = time.monotonic()
-    log.info("warming_up", limit_s=WARM_UP_LIMIT_S)
-    warm_up(loop)
-    log.info(
-        "model_ready",
-        model=str(folder.path),
-        fingerprint=short_fingerprint(folder.fingerprint),
-        dtype=str(loop.runner.dtype),
-        device=str(loop.runner.device),
-        kv_tokens=config.num_pages * config.page_size,
-        num_threads=torch.get_num_threads(),
-        load_s=round(loaded_at - started_at, 2),
-        warm_up_s=round(time.monotonic() - loaded_at, 2),
-    )
-    return loop
 
 
 async def serve(
@@ -159,9 +96,29 @@ async def serve(
 
 
 def run(settings: WorkerSettings, folder: ModelFolder, config: LoopConfig) -> int:
-    """Load and serve; see `load_loop` and `serve`."""
+    """Load and serve, see `load_loop` and `serve`; then end the other ranks."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with tracing_to(settings.otlp_traces_endpoint, "fdfo-worker", sample_ratio=0.0) as tracing:
-        status = asyncio.run(serve(settings, folder, partial(load_loop, settings, folder, config), tracing))
+    ranks = start_ranks(settings, folder)
+    loops: list[DenoiseLoop] = []
+
+    def load() -> DenoiseLoop:
+        loops.append(load_loop(settings, folder, config, ranks))
+        return loops[0]
+
+    status = 1
+    try:
+        with tracing_to(settings.otlp_traces_endpoint, "fdfo-worker", sample_ratio=0.0) as tracing:
+            status = asyncio.run(serve(settings, folder, load, tracing))
+    finally:
+        if ranks is not None:
+            _end_ranks(ranks, loops[0].runner if loops and status == 0 else None)
     exit_beside_threads(status)
     return status
+
+
+def _end_ranks(ranks: Ranks, runner: ModelRunner | None) -> None:
+    """Where the loop ended well they are told to end; else they may wait for what will not come."""
+    ranks.expect_end()
+    if isinstance(runner, LeadingRunner):
+        runner.stop()
+    ranks.stop(0 if runner is None else RANK_STOP_S)

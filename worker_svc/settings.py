@@ -50,9 +50,17 @@ class WorkerSettings(TracingSettings, SecuritySettings):
     )
     max_total_tokens: int | None = setting(
         None,
-        help="tokens the KV pool holds; default: what all slots need, at most 65536 (at least one full context)",
+        help="tokens the KV pool holds; default on CUDA: what --mem-fraction-static leaves, else what all slots need, "
+        "at most 65536 (at least one full context)",
         metavar="TOKENS",
         minimum=1,
+    )
+    mem_fraction_static: float = setting(
+        0.85,
+        help="CUDA: share of the device's memory for weights and KV pool; the rest is for the forwards",
+        metavar="SHARE",
+        minimum=0.01,
+        maximum=0.99,
     )
     chunked_prefill_size: int = setting(
         2048, help="prompt tokens computed in one forward, all requests together", metavar="TOKENS", minimum=1
@@ -64,6 +72,13 @@ class WorkerSettings(TracingSettings, SecuritySettings):
         "auto", help="type of weights and KV; auto: what the checkpoint says", choices=("auto", "float32", "bfloat16")
     )
     device: str = setting("cpu", help="cpu, cuda or cuda:N", metavar="DEVICE", check=_check_device)
+    tp_size: int = setting(
+        1,
+        help="tensor parallel: processes, each with its part of the model on a device of its own (cuda:0, cuda:1, ...)",
+        metavar="N",
+        minimum=1,
+        maximum=64,
+    )
     attention_backend: str = setting(
         "torch",
         help="kernels that attend over the KV pool; flashinfer: CUDA, bfloat16",

@@ -26,8 +26,8 @@ from common.model_folder import read_model_folder
 from scheduler_svc.text import TextCodec
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.loop_config import loop_config
-from worker_svc.service import load_loop
 from worker_svc.settings import WorkerSettings
+from worker_svc.start_up import load_loop
 
 NUM_TURNS = 8  # of a conversation, the question among them
 TINY_OUTPUT_TOKENS = 4 * BLOCK

@@ -40,6 +40,8 @@ NOT_VIRTUAL = (
     "exit_with_parent",
     "dtype",
     "device",
+    "tp_size",
+    "mem_fraction_static",
     "attention_backend",
     "batch_invariant",
     "num_threads",

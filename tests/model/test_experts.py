@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 from common.architectures import ARCHITECTURES, Experts
 from tests.model.checkpoints import TINY_CONFIG
 from tests.model.reference import reference_gate
-from worker_svc.models.decoder import route, run_experts
+from worker_svc.models.experts import grouped_is_fast, route, run_experts
 
 H = 8
 
@@ -104,3 +104,26 @@ def test_sorted_experts_are_dense_experts(num_tokens: int, num_experts: int, see
         got = run_experts(x, weights, experts, gate_up, down)
     assert got.dtype == x.dtype
     assert torch.allclose(got.float(), expected, atol=0.5 if in_bf16 else 1e-4, rtol=0.05 if in_bf16 else 1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_tokens=st.integers(1, 40), num_experts=st.integers(1, 9), seed=st.integers(0, 1000), in_bf16=st.booleans())
+def test_one_kernel_for_all_experts_is_the_loop(num_tokens: int, num_experts: int, seed: int, in_bf16: bool) -> None:
+    """The grouped product gives what one expert after the other gives, experts without tokens included."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
+    k = min(3, num_experts)
+    x = torch.randn(num_tokens, H, generator=generator).to(dtype)
+    gate_up = torch.randn(num_experts, 16, H, generator=generator).to(dtype)
+    down = torch.randn(num_experts, H, 8, generator=generator).to(dtype)
+    weights = torch.rand(num_tokens, k, generator=generator)
+    experts = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :k]
+    with torch.inference_mode():
+        loop, grouped = (run_experts(x, weights, experts, gate_up, down, grouped=flag) for flag in (False, True))
+    assert grouped.dtype == dtype
+    assert torch.allclose(grouped.float(), loop.float(), atol=0.1 if in_bf16 else 1e-4, rtol=0.02 if in_bf16 else 1e-4)
+
+
+def test_the_grouped_product_is_for_its_kernel_only() -> None:
+    """On the CPU the experts run one after the other, whatever the dtype."""
+    assert not grouped_is_fast(torch.zeros(2, 16, 8, dtype=torch.bfloat16))

@@ -2,36 +2,108 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fdfo.worker.v1 import worker_pb2 as pb
 from tests.model import paged_reader
 from tests.model.test_cuda_graphs import Emulated
-from tools import gpu_check, gpu_check_forward
+from tools import gpu_check, gpu_check_forward, gpu_check_mini
 from worker_svc.attention.flash_infer import FlashInferAttention
+from worker_svc.denoise import DenoiseLoop
 from worker_svc.models.base import BlockModel
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    "part",
-    [gpu_check.check_fp32, gpu_check.check_batch_invariant, gpu_check.check_shipped, gpu_check.check_bf16],
-    ids=lambda part: part.__name__,
-)
-def test_the_parts_hold_on_the_cpu(part: Callable[[str], dict[str, Any]]) -> None:
-    """Each check passes with the CPU in the place of the GPU."""
-    result = part("cpu")
-    assert result["ok"], result
-    assert "skipped" not in result
+def test_all_parts_hold_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every part passes at tiny sizes with the CPU in the place of the GPU; what needs one is left out and says so."""
+    assert gpu_check.main(["--device", "cpu", "--tiny"]) == 0
+    first, *lines = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["device"] == "cpu"
+    found = {line["part"]: line for line in lines}
+    assert all(line["ok"] for line in lines), lines
+    not_here = {"mini_memory", "check_flashinfer", "check_graphs", "check_no_sync", "time_graphs"}
+    assert {name for name, line in found.items() if "skipped" in line} == not_here
+    assert found.keys() >= {part.__name__ for part in gpu_check.PARTS} - {"time_denoise"}
+    rows = found["mini_3_rows"]
+    for mode in ("fdfo_k1", "fdfo_k2", "sync"):
+        measured = rows["eager"][mode]
+        assert 0 < measured["device_busy"] <= 1 and measured["host_ms_per_round"] > 0
+        per_forward = measured["forward_ms"] / measured["wall_ms_per_forward"]
+        assert measured["device_busy"] == pytest.approx(per_forward, rel=0.01)
+        expected = 3 * 32 / 14 / measured["wall_ms_per_forward"] * 1000
+        assert measured["tokens_per_s"] == pytest.approx(expected, rel=0.01)
+    assert rows["eager"]["sync"]["rounds_per_forward"] < rows["eager"]["fdfo_k1"]["rounds_per_forward"]
+    why_not = "torch's attention cannot be captured, and flashinfer needs --device cuda"
+    assert rows["graphs"] == {"skipped": why_not}
+
+
+@pytest.fixture
+def mini() -> Iterator[gpu_check_mini.MiniCheck]:
+    with torch.inference_mode():
+        yield gpu_check_mini.MiniCheck("cpu", gpu_check_mini.TINY)
+
+
+def test_the_floor_is_bytes_over_bandwidth(mini: gpu_check_mini.MiniCheck) -> None:
+    """With every expert in use: all parameters but the embedding, and the keys and values of the rows' blocks."""
+    mini.scale = dataclasses.replace(mini.scale, sizes=mini.scale.sizes | {"num_experts_per_tok": 16, "topk_group": 4})
+    mini.bytes_per_s = 1e9
+    (rows,) = [part() for name, part in mini.parts() if name == "mini_3_rows"]
+    model = mini.model
+    weights = sum(parameter.nbytes for name, parameter in model.named_parameters() if name != "embedding")
+    kv = 3 * 32 * 2 * model.num_layers * 32 * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+    assert rows["experts_touched"] == 1
+    assert rows["floor_ms"] == pytest.approx((weights + kv) / 1e6, abs=1e-3)
+
+
+def test_graphs_are_measured_where_there_are_any(
+    mini: gpu_check_mini.MiniCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With emulated kernels and captures all modes run through graphs too, and the runner has none afterwards."""
+    monkeypatch.setattr(gpu_check_forward, "flash_infer", flash_infer)
+    monkeypatch.setattr(gpu_check_forward, "capture_on", lambda device: Emulated())
+    mini.scale = dataclasses.replace(mini.scale, num_forwards=4)
+    rows = mini.check_rows(1)
+    assert rows["ok"] and rows["graphs"].keys() == rows["eager"].keys() == {"fdfo_k1", "fdfo_k2", "sync"}
+    assert rows["graphs"]["sync"]["forward_ms"] > 0
+    assert mini.runner.graphs is None
+
+
+def test_what_comes_too_late_is_skipped_and_says_so(mini: gpu_check_mini.MiniCheck) -> None:
+    """After the deadline nothing new is measured, so that the whole check ends in time."""
+    mini.scale = dataclasses.replace(mini.scale, deadline_s=-1)
+    late = {"skipped": "over -1 s since the start"}
+    assert mini.check_rows(1) == {"rows": 1, "context_tokens": 1024, "eager": late, "graphs": late, "ok": True}
+
+
+def drain(feeder: gpu_check_mini.Feeder) -> None:
+    for _ in range(40):
+        feeder.tick()
+
+
+def test_rows_begin_at_different_steps(mini: gpu_check_mini.MiniCheck) -> None:
+    """A block that begins after k steps has the positions set that k steps set, and is done 13 - k steps and a commit
+    later; a row that cannot run is an error, not a fast row."""
+    assert [gpu_check_mini.steps_done(row) for row in (0, 1, 6, 12, 13)] == [(0, 0), (1, 3), (6, 18), (12, 30), (0, 0)]
+    loop = DenoiseLoop(mini.runner, mini.config(2), lambda: 0.0)
+    feeder = gpu_check_mini.Feeder(loop, 2, pb.MODE_FDFO, 2, "feeder")
+    while not loop.totals.blocks_done:
+        feeder.tick()
+    assert feeder.num_sent - feeder.num_replies >= 1
+    assert loop.totals.denoise_row_forwards in (2 * 13, 2 * 13 + 1)  # row 1 was a step ahead of row 0
+    loop.release(loop.sessions["feeder"], feeder.names[:1])
+    with pytest.raises(RuntimeError, match="does not run"):
+        drain(feeder)
 
 
 def flash_infer(model: BlockModel) -> FlashInferAttention:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import linear
 
 from common.architectures.base import Backbone, Experts
 from worker_svc.attention.base import AttentionBackend
 from worker_svc.models.base import BlockModel
+from worker_svc.models.experts import route, run_experts, silu_gate
+from worker_svc.models.shard import WHOLE, Shard
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -40,66 +42,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     turning = x[..., :rotary_dim]
     partners = turning.roll(rotary_dim // 2, dims=-1)
     return torch.cat((turning * cos + partners * sin, x[..., rotary_dim:]), dim=-1)
-
-
-def top_lowest_index(x: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest of the last dimension, best first; of equals the lower one, which `topk` leaves open."""
-    return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-
-
-def route(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Experts
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gate, in fp32. x: [T, hidden_size] -> expert weights fp32 [T, k] and experts int64 [T, k].
-
-    The bias decides who is chosen, not with what weight. A group is as good as its two best experts together.
-    """
-    logits = linear(x.float(), weight)
-    scores = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(dim=-1)
-    choice = scores if bias is None else scores + bias
-    if config.groups_kept < config.num_groups:
-        groups = torch.unflatten(choice, -1, (config.num_groups, -1))
-        best_groups = top_lowest_index(groups.topk(2, dim=-1).values.sum(-1), config.groups_kept)
-        dropped = torch.ones(groups.shape[:-1], dtype=torch.bool, device=x.device).scatter_(-1, best_groups, False)
-        choice = groups.masked_fill(dropped[..., None], float("-inf")).flatten(-2)
-    experts = top_lowest_index(choice, config.per_token)
-    weights = scores.gather(-1, experts)
-    if config.normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * config.scale, experts
-
-
-def run_experts(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    """The sum of each token's experts, weighted in fp32. x: [T, H]; weights, experts: [T, k] -> [T, H] in x's dtype.
-
-    gate_up: [E, 2 * I, H], down: [E, H, I]. Tokens are sorted by expert, so that an expert is two products on
-    neighbouring rows and an expert without tokens costs nothing. Reading the counts is a device sync per layer.
-    """
-    num_tokens, k = experts.shape
-    order = experts.flatten().argsort(stable=True)
-    counts = experts.flatten().bincount(minlength=len(gate_up)).tolist()
-    rows = x.index_select(0, order // k)
-    hidden = x.new_empty(num_tokens * k, gate_up.shape[1])
-    _product_per_expert(rows, gate_up, counts, hidden)
-    out = torch.empty_like(rows)
-    _product_per_expert(_silu_gate(hidden), down, counts, out)
-    per_token = out.index_select(0, order.argsort()).view(num_tokens, k, -1)
-    return (per_token.float() * weights[..., None]).sum(1).to(x.dtype)
-
-
-def _product_per_expert(rows: torch.Tensor, weight: torch.Tensor, counts: list[int], out: torch.Tensor) -> None:
-    """out[i] = weight[expert of row i] @ rows[i], for rows sorted by expert."""
-    parts = zip(weight.mT.unbind(), torch.split(rows, counts), torch.split(out, counts), strict=True)
-    for expert_weight, expert_rows, expert_out in parts:
-        if len(expert_rows):
-            torch.mm(expert_rows, expert_weight, out=expert_out)
-
-
-def _silu_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate).mul_(up)
 
 
 def _weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -156,7 +98,7 @@ class DenseMlp(nn.Module):
         self.down = _weight(hidden_size, intermediate_size, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(_silu_gate(linear(x, self.gate_up)), self.down)
+        return linear(silu_gate(linear(x, self.gate_up)), self.down)
 
     def checkpoint_tensors(self, prefix: str, merged_experts: bool) -> dict[str, torch.Tensor]:
         gate, up = self.gate_up.chunk(2)
@@ -204,11 +146,11 @@ class SparseMlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """x += attention(norm(x)); x += mlp(norm(x))."""
+    """x += attention(norm(x)); x += mlp(norm(x)); of a shard, `config` has its sizes."""
 
-    def __init__(self, config: Backbone, index: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Backbone, index: int, dtype: torch.dtype, shard: Shard) -> None:
         super().__init__()
-        self.index, self.eps, self.names = index, config.rms_norm_eps, config.names
+        self.index, self.eps, self.names, self.shard = index, config.rms_norm_eps, config.names, shard
         self.input_norm = _weight(config.hidden_size, dtype=dtype)
         self.attention = Attention(config, dtype)
         self.post_attention_norm = _weight(config.hidden_size, dtype=dtype)
@@ -221,9 +163,9 @@ class Layer(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        x = x + self.attention(rms_norm(x, self.input_norm, self.eps), cos, sin, self.index, attention)
-        out: torch.Tensor = x + self.mlp(rms_norm(x, self.post_attention_norm, self.eps))
-        return out
+        own = self.attention(rms_norm(x, self.input_norm, self.eps), cos, sin, self.index, attention)
+        x = x + self.shard.sum(own)
+        return x + self.shard.sum(self.mlp(rms_norm(x, self.post_attention_norm, self.eps)))
 
     def checkpoint_tensors(self, prefix: str, merged_experts: bool) -> dict[str, torch.Tensor]:
         return {
@@ -235,28 +177,31 @@ class Layer(nn.Module):
 
 
 class Decoder(BlockModel):
-    """The whole model, with weights still to be loaded."""
+    """The whole model or a shard of it, with weights still to be loaded."""
 
-    def __init__(self, config: Backbone, dtype: torch.dtype) -> None:
+    def __init__(self, config: Backbone, dtype: torch.dtype, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.config, self.dtype = config, dtype
+        config = shard.part_of(config)
+        self.config, self.dtype, self.shard = config, dtype, shard
         self.num_layers, self.vocab_size = config.num_layers, config.vocab_size
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.embedding = _weight(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList([Layer(config, index, dtype) for index in range(config.num_layers)])
+        num_tokens = config.vocab_size // shard.size
+        self.embedding = _weight(num_tokens, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList([Layer(config, index, dtype, shard) for index in range(config.num_layers)])
         self.norm = _weight(config.hidden_size, dtype=dtype)
-        self.lm_head = None if config.tied_head else _weight(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.lm_head = None if config.tied_head else _weight(num_tokens, config.hidden_size, dtype=dtype)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         cos, sin = rope_angles(positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)
-        x = embedding(ids, self.embedding)
+        x = self.shard.embed(ids, self.embedding)
         for layer in self.layers:
             x = layer(x, cos, sin, attention)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self.embedding if self.lm_head is None else self.lm_head
-        return linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), head)
+        own = linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), head)
+        return self.shard.gather_logits(own)
 
     def checkpoint_tensors(self, merged_experts: bool) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.architectures import ARCHITECTURES, CheckpointError
+from common.architectures import ARCHITECTURES, Backbone, CheckpointError
 from common.model_folder import ModelFolder
 from worker_svc.models.base import BlockModel
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.shard import WHOLE, Shard
 
 __all__ = ["CheckpointError", "load_model"]
 
@@ -43,13 +44,16 @@ def load_model(
     *,
     dtype: torch.dtype | None,
     device: torch.device | str,
+    shard: Shard = WHOLE,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> BlockModel:
-    """The model of `folder` on `device`, ready to run. `dtype`: float32, bfloat16, or None for the folder's own.
+    """The model of `folder`, or a shard of it, on `device`, ready to run. `dtype`: float32, bfloat16, or None for the
+    folder's own.
 
-    Names and shapes are compared before memory is taken; then each tensor is read, converted to `dtype` and copied to
-    its place, so that never more than one tensor is there twice. `on_progress(bytes_read, bytes_total)` is called about
-    ten times. Raises CheckpointError, one line, for whatever cannot be served.
+    Names and shapes are compared before memory is taken; then each tensor (of a shard, its part alone) is read,
+    converted to `dtype` and copied to its place, so that never more than one is there twice.
+    `on_progress(bytes_read, bytes_total)` is called about ten times. Raises CheckpointError, one line, for whatever
+    cannot be served.
     """
     backbone = ARCHITECTURES[folder.architecture].backbone(folder.config)
     stored = _read_headers(_weight_files(folder.path))
@@ -64,7 +68,7 @@ def load_model(
         _check_same(second_head, stored[f"{backbone.names.embedding}.weight"])
 
     with torch.device(device):
-        model = Decoder(backbone, dtype)
+        model = Decoder(backbone, dtype, shard)
     places = model.checkpoint_tensors(merged_experts)
     total_bytes = sum(tensor.num_bytes for tensor in stored.values())
     done_bytes, reported_tenths = 0, 0
@@ -72,12 +76,36 @@ def load_model(
         with _open(file) as reader:
             for name, tensor in stored.items():
                 if tensor.file == file:
-                    places[name].copy_(reader.get_tensor(tensor.name))
+                    places[name].copy_(_part(reader, tensor, places[name], shard, _blocks_of_rows(name, backbone)))
                     done_bytes += tensor.num_bytes
                     if on_progress is not None and done_bytes * 10 // total_bytes > reported_tenths:
                         reported_tenths = done_bytes * 10 // total_bytes
                         on_progress(done_bytes, total_bytes)
     return model.eval()
+
+
+def _part(reader: Any, tensor: _Stored, place: torch.Tensor, shard: Shard, blocks: tuple[int, ...]) -> torch.Tensor:
+    """What belongs in `place`: the whole tensor, or in the dimension that is cut this rank's part. `blocks`: where rows
+    of several kinds are stored above each other, how many of each; of each kind the rank has a part."""
+    cut = [dim for dim, (stored, own) in enumerate(zip(tensor.shape, place.shape, strict=True)) if stored != own]
+    if not cut:
+        return reader.get_tensor(tensor.name)  # type: ignore[no-any-return]
+    (dim,) = cut
+    view, parts, first = reader.get_slice(tensor.name), [], 0
+    for length in blocks if dim == 0 and blocks else (tensor.shape[dim],):
+        own = length // shard.size
+        start = first + shard.rank * own
+        parts.append(view[(*[slice(None)] * dim, slice(start, start + own))])
+        first += length
+    return torch.cat(parts, dim)
+
+
+def _blocks_of_rows(name: str, backbone: Backbone) -> tuple[int, ...]:
+    """The rows of q, k and v in a tensor that has all three; empty for any other."""
+    names = backbone.names
+    if len(names.qkv) > 1 or f".{names.attention}.{names.qkv[0]}." not in name:
+        return ()
+    return tuple(heads * backbone.head_dim for heads in (backbone.num_heads, *[backbone.num_kv_heads] * 2))
 
 
 def _stored_dtype(config: dict[str, Any], stored: dict[str, _Stored]) -> torch.dtype:
