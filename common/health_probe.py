@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -36,7 +37,10 @@ class ProbeSettings:
 
 
 def probe(settings: ProbeSettings) -> str:
-    """What the server says: SERVING, NOT_SERVING, ... Raises grpc.RpcError, ServiceError or ValueError for the files."""
+    """What the server says: SERVING, NOT_SERVING, ...
+
+    Raises grpc.RpcError; ServiceError or ValueError for files that cannot be used.
+    """
     options = [("grpc.ssl_target_name_override", settings.tls_server_name)] if settings.tls_server_name else []
     if settings.tls_ca_file is None:
         channel = grpc.insecure_channel(settings.target, options)
@@ -45,8 +49,9 @@ def probe(settings: ProbeSettings) -> str:
         channel = grpc.secure_channel(settings.target, tls.credentials(), options)
     with channel:
         request = health_pb2.HealthCheckRequest(service=settings.service)
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=settings.timeout_s)
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        check: Any = health_pb2_grpc.HealthStub(channel)
+        status: int = check.Check(request, timeout=settings.timeout_s).status
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
