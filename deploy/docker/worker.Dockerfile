@@ -4,9 +4,6 @@
 # The usual index has torch with CUDA (some gigabytes); for a small image for processors give the index of PyTorch's own
 # CPU wheels: --build-arg TORCH_INDEX_URL=... Another index or a folder of wheels: see scheduler.Dockerfile.
 FROM docker.io/library/python:3.11-slim-bookworm AS build
-ARG PIP_INDEX_URL
-ARG PIP_NO_INDEX
-ARG PIP_FIND_LINKS
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
@@ -14,6 +11,9 @@ COPY common/__init__.py common/
 RUN python3 -m venv /opt/fdfo
 
 FROM build AS packages-cpu
+ARG PIP_INDEX_URL
+ARG PIP_NO_INDEX
+ARG PIP_FIND_LINKS
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX_URL
 RUN /opt/fdfo/bin/pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$TORCH" \
@@ -24,6 +24,9 @@ RUN /opt/fdfo/bin/pip install --no-deps . \
  && mkdir /opt/fdfo/models && cp -r models/tiny-llada2 /opt/fdfo/models/
 
 FROM build AS packages-cuda
+ARG PIP_INDEX_URL
+ARG PIP_NO_INDEX
+ARG PIP_FIND_LINKS
 ARG TORCH=torch==2.13.0
 RUN /opt/fdfo/bin/pip install "$TORCH" \
  && /opt/fdfo/bin/pip install '.[worker,flashinfer]' \

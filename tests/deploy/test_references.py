@@ -14,7 +14,7 @@ from smg.launch_router import parse_router_args
 
 from common import __version__
 from common.health_probe import ProbeSettings
-from common.settings import parse_settings
+from common.settings import flags_of, parse_settings
 from fdfo_client.cli import build_parser
 from scheduler_svc.__main__ import LAST_MESSAGES_S
 from scheduler_svc.config_files import read_algorithm_params
@@ -195,13 +195,16 @@ def test_args_of_other_programs() -> None:
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_environment(name: str) -> None:
-    """Variables in args are set; Hugging Face's package reads those with its prefix; none has our prefix by chance."""
+    """Variables in args are set; Hugging Face's package reads those with its prefix; those with ours are settings."""
     hugging_face = inspect.getsource(huggingface_hub.constants) + inspect.getsource(huggingface_hub.utils._auth)
     for one in workloads(build(name)):
         names = {variable["name"] for variable in one.container.get("env", ())}
         assert set(re.findall(r"\$\((\w+)\)", " ".join(one.args))) <= names
         assert all(f'"{variable}"' in hugging_face for variable in names if variable.startswith("HF_"))
-        assert not [variable for variable in names if variable.startswith("FDFO_")]
+        known = flags_of(SERVICES[one.name][0]) if one.name in SERVICES else set()
+        prefix = f"FDFO_{one.name.upper()}_"
+        ours = {variable for variable in names if variable.startswith("FDFO_")}
+        assert {"--" + name.removeprefix(prefix).lower().replace("_", "-") for name in ours} <= known
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

@@ -51,7 +51,7 @@ def test_all_overlays_components_and_jobs_are_built() -> None:
     kustomizations = {path.parent.relative_to(MANIFESTS) for path in MANIFESTS.rglob("kustomization.yaml")}
     assert {path.as_posix() for path in kustomizations if path.parts[0] not in ("base", "components")} <= set(BUILDS)
     used = "".join((MANIFESTS / "overlays" / name / "kustomization.yaml").read_text() for name in OVERLAYS)
-    missing = {path.name for path in kustomizations if path.parts[0] == "components" and f"/{path}" not in used}
+    missing = {path.name for path in kustomizations if path.parts[0] == "components" and f"/{path}\n" not in used}
     assert missing == {"tls"}  # EXTRA
 
 
