@@ -80,6 +80,9 @@ bench-quick: $(STAMP) ## most of it with five short runs each (about 3 minutes)
 eval: $(STAMP) ## the shipped modes give the answers of one request at a time (about 2 minutes)
 	@$(BIN)/python -m bench.evaluate
 
+k8s-run: $(STAMP) ## the pods of overlays/dev-cpu run under podman, as root (10 minutes the first time, then 2)
+	@$(BIN)/python -m tools.k8s_run --torch "$(TORCH)"
+
 k8s-check: $(STAMP) ## the manifests and Dockerfiles in deploy/ against schemas and against the code (part of make test)
 	$(BIN)/python -m pytest tests/deploy
 
