@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench bench-quick eval test test-long openai-check k8s-check k8s-run chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
+.PHONY: help venv demo bench bench-quick eval test test-long openai-check k8s-check k8s-run dashboard-picture chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -79,6 +79,9 @@ bench-quick: $(STAMP) ## most of it with five short runs each (about 3 minutes)
 
 eval: $(STAMP) ## the shipped modes give the answers of one request at a time (about 2 minutes)
 	@$(BIN)/python -m bench.evaluate
+
+dashboard-picture: $(STAMP) ## docs/pictures/dashboard.png anew; needs Prometheus (about 2 minutes)
+	$(BIN)/python -m tools.dashboard_picture
 
 k8s-run: $(STAMP) ## the pods of overlays/dev-cpu run under podman, as root (10 minutes the first time, then 2)
 	@$(BIN)/python -m tools.k8s_run --torch "$(TORCH)"
