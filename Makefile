@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help venv demo bench bench-quick eval test test-long openai-check k8s-check k8s-run dashboard-picture chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
 
 help: ## list the commands
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
 
 venv: $(STAMP) ## make the environment in .venv (1 to 2 minutes, once)
 

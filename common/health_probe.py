@@ -16,14 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.connection import Tls
 from common.errors import ServiceError
-from common.settings import parse_settings, setting
+from common.settings import build_parser, setting, settings_from
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings:
     """What to ask whom."""
 
-    target: str = setting(help="the server", metavar="HOST:PORT")
+    target: str = setting("127.0.0.1:50051", help="the server", metavar="HOST:PORT")
     service: str = setting("", help="name of the service; none: whether the process answers", metavar="NAME")
     timeout_s: float = setting(5.0, help="seconds to wait for the answer", metavar="SECONDS", minimum=0.1)
     tls_ca_file: Path | None = setting(
@@ -55,9 +55,8 @@ def probe(settings: ProbeSettings) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings = parse_settings(
-        ProbeSettings, argv, prog="python -m common.health_probe", description="Ask a service for its health."
-    )
+    parser = build_parser(ProbeSettings, "python -m common.health_probe", "Ask a service for its health.")
+    settings = settings_from(ProbeSettings, parser.parse_args(argv))
     try:
         status = probe(settings)
     except grpc.RpcError as error:

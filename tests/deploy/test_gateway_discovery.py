@@ -43,9 +43,8 @@ def kubernetes_api(pod: Object, asked: list[urllib.parse.ParseResult]) -> Iterat
         def do_GET(self) -> None:
             asked.append(urllib.parse.urlparse(self.path))
             watches = "watch=true" in self.path
-            content = {"type": "ADDED", "object": pod} if watches else {"kind": "PodList", "apiVersion": "v1"}
-            if not watches:
-                content |= {"metadata": {"resourceVersion": "1"}, "items": [pod]}
+            listed = {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [pod]}
+            content = {"type": "ADDED", "object": pod} if watches else listed
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import huggingface_hub.utils._auth
@@ -14,7 +15,8 @@ from smg.launch_router import parse_router_args
 
 from common import __version__
 from common.health_probe import ProbeSettings
-from common.settings import flags_of, parse_settings
+from common.settings import build_parser as flag_parser
+from common.settings import flags_of, settings_from
 from fdfo_client.cli import build_parser
 from scheduler_svc.__main__ import LAST_MESSAGES_S
 from scheduler_svc.config_files import read_algorithm_params
@@ -32,7 +34,10 @@ OVERLAYS = tuple(name for name in BUILDS if not name.startswith("jobs/"))
 
 def settings_of(workload: Workload) -> SchedulerSettings | WorkerSettings:
     """Its args, read by the parser that reads them in the pod."""
-    return parse_settings(SERVICES[workload.name][0], workload.args)
+    cls: Any = SERVICES[workload.name][0]
+    settings = settings_from(cls, flag_parser(cls, workload.name, "").parse_args(workload.args))
+    assert isinstance(settings, SchedulerSettings | WorkerSettings)
+    return settings
 
 
 def services_of(name: str) -> Iterator[Workload]:
@@ -116,7 +121,7 @@ def test_probes_name_services_that_health_knows(name: str) -> None:
             if "exec" in probe:
                 program, *words = probe["exec"]["command"]
                 assert [program, *words[:2]] == ["python3", "-m", "common.health_probe"]
-                settings = parse_settings(ProbeSettings, words[2:])
+                settings = settings_from(ProbeSettings, flag_parser(ProbeSettings, "", "").parse_args(words[2:]))
                 assert settings.target == f"127.0.0.1:{one.ports['grpc']}"
                 assert settings.timeout_s < probe["timeoutSeconds"]
                 assert settings.tls_ca_file and settings.tls_cert_file == settings_of(one).tls_cert_file
