@@ -12,7 +12,7 @@ WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY common/__init__.py common/
 RUN python3 -m venv /opt/fdfo \
- && /opt/fdfo/bin/pip install '.[scheduler,gateway]' \
+ && /opt/fdfo/bin/pip install '.[scheduler,gateway,tracing]' \
  && /opt/fdfo/bin/pip uninstall --yes fdfo
 COPY . .
 RUN /opt/fdfo/bin/pip install --no-deps . \

@@ -17,7 +17,7 @@ ARG PIP_FIND_LINKS
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX_URL
 RUN /opt/fdfo/bin/pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$TORCH" \
- && /opt/fdfo/bin/pip install '.[worker]' \
+ && /opt/fdfo/bin/pip install '.[worker,tracing]' \
  && /opt/fdfo/bin/pip uninstall --yes fdfo
 COPY . .
 RUN /opt/fdfo/bin/pip install --no-deps . \
@@ -29,7 +29,7 @@ ARG PIP_NO_INDEX
 ARG PIP_FIND_LINKS
 ARG TORCH=torch==2.13.0
 RUN /opt/fdfo/bin/pip install "$TORCH" \
- && /opt/fdfo/bin/pip install '.[worker,flashinfer]' \
+ && /opt/fdfo/bin/pip install '.[worker,tracing,flashinfer]' \
  && /opt/fdfo/bin/pip uninstall --yes fdfo
 COPY . .
 RUN /opt/fdfo/bin/pip install --no-deps . \

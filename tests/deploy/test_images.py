@@ -49,6 +49,15 @@ def test_what_the_package_is_made_of_reaches_the_build() -> None:
     assert kept == packages | {"LICENSE", "README.md", "pyproject.toml", "models/tiny-llada2"}
 
 
+def test_extras_of_the_images_exist() -> None:
+    """pip only warns of an extra that is not there, and would leave its packages out."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for path in DOCKERFILES:
+        named = {extra for words in re.findall(r"'\.\[([\w,]+)\]'", path.read_text()) for extra in words.split(",")}
+        assert named <= extras.keys()
+        assert named or path.name == "openai-gateway.Dockerfile"
+
+
 def test_torch_is_the_one_of_the_tests() -> None:
     """The worker's image has the torch that the Makefile installs; the gateway's has the smg of the tests."""
     (torch,) = re.findall(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

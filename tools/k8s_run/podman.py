@@ -89,7 +89,7 @@ class Podman:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())
         extras = project["project"]["optional-dependencies"]
         needs = [torch, "wheel", *project["build-system"]["requires"], *project["project"]["dependencies"]]
-        needs += [need for extra in ("scheduler", "gateway", "worker") for need in extras[extra]]
+        needs += [need for extra in ("scheduler", "gateway", "worker", "tracing") for need in extras[extra]]
         wheels, stamp = self._cache / "wheels", self._cache / "wheels.txt"
         if stamp.exists() and stamp.read_text() == "\n".join(needs):
             return
