@@ -23,8 +23,8 @@ from scheduler_svc.config_files import read_algorithm_params
 from scheduler_svc.server import SERVICE_NAME as SCHEDULER_NAME
 from scheduler_svc.settings import NAME_PREFIX, SchedulerSettings, split_target
 from tests.deploy.manifests import BUILDS, ROOT, Object, Workload, build, find, of_kind, selects, workloads
-from worker_svc.__main__ import DRAIN_GRACE_S, DRAIN_LINGER_S
 from worker_svc.server import SERVICE_NAME as WORKER_NAME
+from worker_svc.service import DRAIN_GRACE_S, DRAIN_LINGER_S
 from worker_svc.settings import WorkerSettings
 
 SERVICES = {"scheduler": (SchedulerSettings, SCHEDULER_NAME), "worker": (WorkerSettings, WORKER_NAME)}
