@@ -12,10 +12,10 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo trace-picture bench bench-quick docs eval test test-long openai-check chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
+.PHONY: help venv demo trace-picture dashboard-picture bench bench-quick docs eval test test-long openai-check k8s-check k8s-run chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
 
 help: ## list the commands
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
 
 venv: $(STAMP) ## make the environment in .venv (1 to 2 minutes, once)
 
@@ -89,6 +89,15 @@ bench-quick: $(STAMP) ## most of it with five short runs each (about 3 minutes)
 
 eval: $(STAMP) ## the shipped modes give the answers of one request at a time (about 2 minutes)
 	@$(BIN)/python -m bench.evaluate
+
+dashboard-picture: $(STAMP) ## docs/pictures/dashboard.png anew; needs Prometheus (about 2 minutes)
+	$(BIN)/python -m tools.dashboard_picture
+
+k8s-run: $(STAMP) ## the pods of overlays/dev-cpu run under podman, as root (10 minutes the first time, then 2)
+	@$(BIN)/python -m tools.k8s_run --torch "$(TORCH)"
+
+k8s-check: $(STAMP) ## the manifests and Dockerfiles in deploy/ against schemas and against the code (part of make test)
+	$(BIN)/python -m pytest tests/deploy
 
 gpu-check: ## CUDA against the CPU, FlashInfer, graphs, then a 16B model's speed; needs a GPU (8 minutes)
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py
