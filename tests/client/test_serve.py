@@ -495,7 +495,7 @@ def test_the_back_off_doubles_and_starts_over() -> None:
     asyncio.run(scenario())
 
 
-def test_a_child_with_a_wrong_configuration_is_not_started_again() -> None:
+def test_a_child_with_a_wrong_configuration_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
     """Status 2 is that of flags and files that will not do another time either: `fdfo serve` ends with the reason."""
 
     async def scenario() -> None:
@@ -504,6 +504,7 @@ def test_a_child_with_a_wrong_configuration_is_not_started_again() -> None:
         assert keeper.child.keeper is not None
         with pytest.raises(child_process.ServeError, match="worker 0 ended with status 2, a wrong configuration"):
             await asyncio.wait_for(keeper.child.keeper, 10)
+        assert "starting it again" not in capsys.readouterr().err
         await keeper.child.stop(asyncio.Event())
 
     asyncio.run(scenario())
