@@ -27,7 +27,7 @@ from fdfo_client._async_client import AsyncClient
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client.child_process import GRACE_S, Child, ServeError, say
 from fdfo_client.listening import why_taken
-from fdfo_client.serve_settings import OWN_FIELDS, access_to, passed_on
+from fdfo_client.serve_settings import OWN_FIELDS, access_to, check_files, passed_on
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -132,6 +132,7 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
                 "--openai-port: the gateway has neither TLS nor a key; leave out --tls-cert-file and --api-keys-file"
             )
         scheduler = dataclasses.replace(scheduler, vllm_grpc=True)
+    check_files(scheduler)
 
     def worker_command(port: int) -> list[str]:
         return [sys.executable, "-m", "worker_svc", *to_argv(dataclasses.replace(worker, port=port))]

@@ -205,6 +205,25 @@ def test_a_missing_gateway_says_how_to_install_it(
     assert "--openai-port needs the package smg: pip install 'fdfo[gateway]' smg" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--openai-port=0", "--served-models"], "--served-models .*, line 2: a is there twice"),
+        (["--served-models"], "--served-models: these names are for gateways"),
+        (["--dllm-algorithm-config"], "--dllm-algorithm-config .*, line 2: a is there twice"),
+    ],
+)
+def test_a_wrong_file_is_said_before_a_model_loads(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that the scheduler reads are read before anything is started."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    file = tmp_path / "file.yaml"
+    file.write_text("a: {}\na: {}\n")
+    with pytest.raises(InvalidRequest, match=said):
+        serve.plan_from(parse(*flags, str(file)), {})
+
+
 def test_a_taken_port_is_said_before_anything_is_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
