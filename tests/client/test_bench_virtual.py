@@ -278,7 +278,7 @@ def test_the_command(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["replay", trace, *flags.split(), "--json", "-", "--html", str(page)]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
-    assert err == ""
+    assert [line for line in err.splitlines() if " ... (" not in line] == [], "but what takes long on a busy machine"
     assert report["summary"]["requests_ok"] == 2
     assert [request["due_at_s"] for request in report["requests"]] == [0.0, 0.25]
     assert 0.25 < report["summary"]["wall_s"] < 1
