@@ -13,12 +13,13 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from fdfo_client.listening import free_port
 
 # How the gateway uses schedulers: each in its turn, and without one that drains after two looks, a second apart. What
 # is on its way when it stops gets a second; schedulers stop before it.
@@ -51,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     host, port = arguments.host, arguments.port or free_port(arguments.host)
     words = ["launch", "--host", host, "--port", str(port), *FLAGS]
     words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port("127.0.0.1"))]
-    words += ["--worker-urls", *(f"grpc://{target}" for target in arguments.schedulers)]
+    urls = [f"grpc://{target}" for target in arguments.schedulers]
+    words += ["--worker-urls", *urls]
 
     ready_line = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     threading.Thread(target=_stop_at_eof, daemon=True).start()
-    waiter = (host, port, len(arguments.schedulers), ready_line)
-    threading.Thread(target=_tell_when_ready, args=waiter, daemon=True).start()
+    threading.Thread(target=_tell_when_ready, args=(host, port, urls, ready_line), daemon=True).start()
     from smg.cli import main as smg  # a package of its own
 
     try:
@@ -68,31 +69,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _stop_at_eof() -> None:
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _tell_when_ready(host: str, port: int, num_schedulers: int, line: Any) -> None:
+def _tell_when_ready(host: str, port: int, urls: Sequence[str], line: Any) -> None:
     """Ready: all schedulers are there, and the tokenizer of each of their models."""
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    while not _is_ready(address, port, num_schedulers):
+    while not is_ready(address, port, urls):
         time.sleep(POLL_S)
     line.write(json.dumps({"event": "ready", "target": f"{host}:{port}"}) + "\n")
     line.flush()
 
 
-def _is_ready(address: str, port: int, num_schedulers: int) -> bool:
-    with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-        if _get(address, port, "/readiness").get("healthy_workers", 0) >= num_schedulers:
+def is_ready(address: str, port: int, urls: Sequence[str]) -> bool:
+    """Whether a gateway for the schedulers at these URLs is ready there. One that answers there for others is not."""
+    with contextlib.suppress(OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        workers = _get(address, port, "/workers")["workers"]
+        if set(urls) <= {worker["url"] for worker in workers if worker["is_healthy"]}:
             models = {model["id"] for model in _get(address, port, "/v1/models")["data"]}
             return models <= {known["name"] for known in _get(address, port, "/v1/tokenizers")["tokenizers"]}
     return False
@@ -102,8 +98,7 @@ def _get(address: str, port: int, path: str) -> dict[str, Any]:
     connection = http.client.HTTPConnection(address, port, timeout=5)
     with contextlib.closing(connection):
         connection.request("GET", path)
-        fields = json.load(connection.getresponse())
-    assert isinstance(fields, dict)
+        fields: dict[str, Any] = json.load(connection.getresponse())
     return fields
 
 

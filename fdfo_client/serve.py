@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -25,7 +26,8 @@ from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._errors import FdfoError, InvalidRequest
 from fdfo_client.child_process import GRACE_S, Child, ServeError, say
-from fdfo_client.serve_settings import OWN_FIELDS, access_to, passed_on
+from fdfo_client.listening import why_taken
+from fdfo_client.serve_settings import OWN_FIELDS, access_to, check_files, passed_on
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -56,6 +58,7 @@ class Plan:
 
     scheduler_command takes the workers' targets too, and the ports of its further models if it has had some.
     gateway_command: of the gateway for OpenAI clients, from what it calls and its port; None = none.
+    chosen_ports: those at `host` that are not left to the system, each with its flag.
     stop_s: after SIGTERM, then a service is killed.
     """
 
@@ -67,6 +70,8 @@ class Plan:
     environment: Mapping[str, str]
     gateway_command: Callable[[Sequence[str], int], Sequence[str]] | None = None
     gateway_port: int = 0
+    host: str = "127.0.0.1"
+    chosen_ports: Sequence[tuple[int, str]] = ()
     access: Access = OPEN
     stop_s: float = GRACE_S
 
@@ -127,6 +132,7 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
                 "--openai-port: the gateway has neither TLS nor a key; leave out --tls-cert-file and --api-keys-file"
             )
         scheduler = dataclasses.replace(scheduler, vllm_grpc=True)
+    check_files(scheduler)
 
     def worker_command(port: int) -> list[str]:
         return [sys.executable, "-m", "worker_svc", *to_argv(dataclasses.replace(worker, port=port))]
@@ -141,16 +147,21 @@ def plan_from(arguments: argparse.Namespace, environment: Mapping[str, str]) -> 
         words = ["--host", scheduler.host, "--port", str(port), "--schedulers", *targets]
         return [sys.executable, "-m", "fdfo_client.openai_gateway", *words]
 
-    first = arguments.first_port
+    first, gateway_port = arguments.first_port, arguments.openai_port or 0
+    scheduler_ports = tuple(first + index if first else 0 for index in range(arguments.num_schedulers))
+    ports = [(port, "--port") for port in scheduler_ports]
+    ports += [(port, "--served-model-ports") for port in scheduler.model_ports]
     return Plan(
         model_path=arguments.model_path,
         num_workers=arguments.num_workers,
-        scheduler_ports=tuple(first + index if first else 0 for index in range(arguments.num_schedulers)),
+        scheduler_ports=scheduler_ports,
         worker_command=worker_command,
         scheduler_command=scheduler_command,
         environment={"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(worker.num_threads), **environment},
         gateway_command=gateway_command if with_gateway else None,
-        gateway_port=arguments.openai_port or 0,
+        gateway_port=gateway_port,
+        host=scheduler.host,
+        chosen_ports=[(port, flag) for port, flag in [*ports, (gateway_port, "--openai-port")] if port],
         access=access_to(scheduler),
         stop_s=GRACE_S + scheduler.stop_grace_s,
     )
@@ -172,6 +183,9 @@ def main(arguments: argparse.Namespace) -> int:
         say(fault)
         return 1
     plan = plan_from(arguments, os.environ)
+    if fault := why_taken(plan.host, plan.chosen_ports):
+        say(fault)
+        return 1
     return asyncio.run(run(plan, as_json=arguments.json, stop_at_eof=arguments.stop_at_eof))
 
 
@@ -324,7 +338,7 @@ def _ready_json(schedulers: Sequence[Child], workers: Sequence[Child], gateways:
 
 
 def _ready_text(plan: Plan, schedulers: Sequence[Child], workers: Sequence[Child], gateways: Sequence[Child]) -> str:
-    command = "fdfo" if shutil.which("fdfo") else f"{sys.executable} -m fdfo_client"
+    command = typed_command(sys.argv[0])
     targets = ",".join(scheduler.target for scheduler in schedulers)
     lines = [f"Serving {plan.model_path}"]
     lines += [f"  {child.name:<12} {child.target:<22} pid {child.pid}" for child in (*schedulers, *workers, *gateways)]
@@ -332,6 +346,13 @@ def _ready_text(plan: Plan, schedulers: Sequence[Child], workers: Sequence[Child
         lines.append(f"OpenAI clients: base_url http://{gateway.target}/v1, model {' or '.join(schedulers[0].models)}")
     lines += ["Try", f'  {command} generate --target {targets} "Count from 3 to 7."', "Ctrl-C stops it."]
     return "\n".join(lines)
+
+
+def typed_command(program: str) -> str:
+    """What to type for our command: as it was typed, if it was, from argv[0]."""
+    if Path(program).name != "fdfo":
+        return f"{shlex.quote(sys.executable)} -m fdfo_client"
+    return "fdfo" if program == shutil.which("fdfo") else shlex.quote(program)
 
 
 def _set_on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:

@@ -47,6 +47,23 @@ def _settings(cls: type[S], prefix: str, arguments: argparse.Namespace, environm
     return dataclasses.replace(settings, exit_with_parent=True)
 
 
+def check_files(scheduler: SchedulerSettings) -> None:
+    """Raises InvalidRequest for a file of algorithms or models with which the scheduler would end, when a model has
+    loaded."""
+    from scheduler_svc.config_files import (
+        ConfigError,
+        read_algorithm_params,
+        served_models,
+    )  # needs the extra scheduler
+
+    try:
+        read_algorithm_params(scheduler.dllm_algorithm_config)
+        if scheduler.served_models is not None:
+            served_models(scheduler)
+    except ConfigError as error:
+        raise InvalidRequest(str(error)) from None
+
+
 def access_to(scheduler: SchedulerSettings) -> Access:
     """How all services here are reached: schedulers as workers, since certificate and keys go to both.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,17 +77,41 @@ def _served_model(where: str, name: Any, entry: Any, port: int) -> ServedModel:
     return ServedModel(name, port, algorithm, _numbers(entry.get("params", {}), f"{where}: params"))
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's own mappings keep the last of two equal keys; here the second one is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for place, (key, _) in enumerate(node.value):
+            if key.value in keys[:place]:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _load(path: Path, where: str) -> Any:
     try:
-        return yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return yaml.load(path.read_text(), _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{where}{line}: {error.problem or error.context}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: as a wrong date
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
 
 
 def _numbers(content: Any, where: str) -> dict[str, float]:
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: must map parameter names to numbers")
-    for name, value in content.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{where}: {name}: must be a number, is {value!r}")
-    return {name: float(value) for name, value in content.items()}
+    return {name: _number(value, f"{where}: {name}") for name, value in content.items()}
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    said = repr(value)
+    raise ConfigError(f"{where}: must be a finite number, is {said if len(said) <= 40 else said[:40] + '...'}")

@@ -112,13 +112,16 @@ class _Sample:
 
 class Replies:
     """Turns the events of one request into what a gateway expects of them: chunks where it streams, and one
-    GenerateComplete a sample."""
+    GenerateComplete a sample. A gateway that does not stream numbers its choices as these come, so they come by index
+    then, and one that is early is held."""
 
     def __init__(self, *, is_stream: bool, with_logprobs: bool) -> None:
         self._is_stream = is_stream
         self._with_logprobs = with_logprobs
         self._prompt_tokens = 0
         self._samples: dict[int, _Sample] = {}
+        self._early: dict[int, vllm_engine_pb2.GenerateComplete] = {}
+        self._next_index = 0
 
     def of(self, event: api.GenerateResponse) -> Iterator[vllm_engine_pb2.GenerateResponse]:
         match event.WhichOneof("event"):
@@ -135,7 +138,7 @@ class Replies:
                     # A stop string may begin inside a token. The gateway decodes the ids and cuts them at the string.
                     rest = sample.committed_ids[len(sample.token_ids) :]
                     yield from self._publish(finished.sample_index, sample, rest, ())
-                yield vllm_engine_pb2.GenerateResponse(complete=self._complete(finished, sample))
+                yield from self._end(self._complete(finished, sample))
 
     def _sample(self, event: Any) -> _Sample:
         sample = self._samples.setdefault(event.sample_index, _Sample())
@@ -156,6 +159,15 @@ class Replies:
                 index=index,
             )
             yield vllm_engine_pb2.GenerateResponse(chunk=chunk)
+
+    def _end(self, complete: vllm_engine_pb2.GenerateComplete) -> Iterator[vllm_engine_pb2.GenerateResponse]:
+        if self._is_stream:
+            yield vllm_engine_pb2.GenerateResponse(complete=complete)
+            return
+        self._early[complete.index] = complete
+        while (next_one := self._early.pop(self._next_index, None)) is not None:
+            self._next_index += 1
+            yield vllm_engine_pb2.GenerateResponse(complete=next_one)
 
     def _complete(self, finished: api.Finished, sample: _Sample) -> vllm_engine_pb2.GenerateComplete:
         reasons = {api.FINISH_REASON_STOP: "stop", api.FINISH_REASON_LENGTH: "length", api.FINISH_REASON_ABORT: "abort"}

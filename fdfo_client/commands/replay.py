@@ -129,16 +129,17 @@ def main(arguments: argparse.Namespace) -> int:
             return make_report("replay", settings, world, measurement)
 
     if arguments.virtual_time:
-        report = run_virtually(against(*_virtual_servers(arguments)))
+        report = run_virtually(against(*_virtual_servers(arguments, items)))
     else:
         report = asyncio.run(against(connect(arguments.target, access_from(arguments)), settings_of(arguments)))
     return finish(report, arguments)
 
 
 def _virtual_servers(
-    arguments: argparse.Namespace,
+    arguments: argparse.Namespace, items: Iterable[Item]
 ) -> tuple[contextlib.AbstractAsyncContextManager[World], dict[str, Any]]:
-    """What the flags of --virtual-time ask for, and all flags as JSON has them."""
+    """What the flags of --virtual-time ask for, and all flags as JSON has them. Raises InvalidRequest, also for a trace
+    with token ids that the model has not."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: its tensors are too small here for more threads
     from common.logging import configure_logging
     from fdfo_client.bench.virtual import read_simulated_folder, virtual_world
@@ -147,8 +148,15 @@ def _virtual_servers(
     defaults = {"model_path": default_model_path(SIMULATED_MODEL_PATH), "num_workers": 1, "network_delay_ms": 0.0}
     given = argparse.Namespace(**defaults | vars(arguments))
     scheduler, worker = settings_from(SchedulerSettings, given), settings_from(WorkerSettings, given)
+    folder = read_simulated_folder(given.model_path, scheduler)
+    largest_id = max((token for item in items for token in item.options.get("prompt_ids") or ()), default=0)
+    if largest_id >= folder.vocab_size:
+        raise InvalidRequest(
+            f"{arguments.trace}: recorded with another model, has token id {largest_id} where {given.model_path} has "
+            f"{folder.vocab_size} tokens; give --model-path a simulated model with the tokenizer of the recorded one"
+        )
     servers = virtual_world(
-        read_simulated_folder(given.model_path, scheduler),
+        folder,
         scheduler,
         worker,
         num_workers=given.num_workers,

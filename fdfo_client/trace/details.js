@@ -34,7 +34,7 @@ function laneTitle(run, lane, what) {
 function laneDetails(run, lane) {
   const waited = lane.waits.reduce((sum, wait) => sum + wait.span[1] - wait.span[0], 0);
   return [
-    laneTitle(run, lane, ""), make("p", {}, lane.prompt), make("p", { class: "muted" }, lane.text.trim()),
+    laneTitle(run, lane, ""), make("p", {}, make("bdi", {}, lane.prompt)), make("p", { class: "muted" }, make("bdi", {}, lane.text.trim())),
     listOf([
       ["queued", lane.started === null ? "never started" : exact(lane.started - lane.sent)],
       lane.firstText !== null && ["first text", exact(lane.firstText - lane.sent)],
@@ -66,7 +66,7 @@ function blockDetails(run, lane, block) {
 }
 
 function waitDetails(run, lane, wait) {
-  const slowest = wait.for.map((place) => make("p", {}, `${run.lanes[place].number + 1} · ${run.lanes[place].prompt}`));
+  const slowest = wait.for.map((place) => make("p", {}, `${run.lanes[place].number + 1} · `, make("bdi", {}, run.lanes[place].prompt)));
   return [
     laneTitle(run, lane, " waits"),
     listOf([["time", exact(wait.span[1] - wait.span[0])], ["forwards", `${wait.forwards} in which it keeps its place`]]),

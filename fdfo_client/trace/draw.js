@@ -4,6 +4,11 @@
 const AXIS_PX = 24, ROUND_PX = 8, DEVICE_PX = 40, LANE_PX = 24, TOKEN_PX = 14, GAP_PX = 3, KEPT = 0.6;
 const LABEL_FONT = "11px system-ui, sans-serif", TOKEN_FONT = "10.5px ui-monospace, Menlo, Consolas, monospace";
 
+// The largest value of nested arrays, or `least`. (Math.max(...values) fails where there are more than the stack holds.)
+function largest(least, values) {
+  return values.reduce((most, value) => Math.max(most, Array.isArray(value) ? largest(least, value) : value), least);
+}
+
 // The page's colours, as the scheme that is in force has them.
 function readColours() {
   const probe = document.body.appendChild(document.createElement("i"));
@@ -47,7 +52,7 @@ function layOut(run, expanded) {
   const tracks = [{ kind: "axis", top: 0, height: AXIS_PX }];
   let top = AXIS_PX;
   run.workers.forEach((name, worker) => {
-    const levels = 1 + Math.max(0, ...run.rounds.filter((round) => round.worker === worker).map((round) => round.level));
+    const levels = 1 + largest(0, run.rounds.map((round) => (round.worker === worker ? round.level : 0)));
     for (const [kind, height] of [["rounds", levels * (ROUND_PX + 2) + 6], ["device", DEVICE_PX]]) {
       tracks.push({ kind, worker, top, height });
       top += height;
@@ -157,7 +162,7 @@ class Drawing {
     context.globalAlpha = 0.28;
     for (const [from, to] of run.idle[track.worker] || []) this.bar(from, to, track.top + 4, height, colours.waste);
     context.globalAlpha = 1;
-    const most = Math.max(run.maxRows, ...run.forwards.map((forward) => forward[3] + forward[4]));
+    const most = largest(run.maxRows, run.forwards.map((forward) => forward[3] + forward[4]));
     for (const [worker, from, to, active, waiting] of run.forwards) {
       if (worker !== track.worker || to < this.state.from || from > this.state.to) continue;
       const activePx = (active / most) * height, waitingPx = (waiting / most) * height;

@@ -1,11 +1,11 @@
 // The page: totals, labels and details as elements, the pictures on canvases, one time axis for all runs.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const END = Math.max(1e-3, ...data.runs.map((run) => run.totals.wall_s * 1000), ...data.runs.flatMap((run) => run.forwards.map((each) => each[2])));
+const END = largest(1e-3, data.runs.map((run) => [run.totals.wall_s * 1000, run.forwards.map((each) => each[2])]));
 const HOME = { from: -0.01 * END, to: 1.02 * END };
 const state = {
   ...HOME, end: END, colours: null, lane: null, sample: null, run: null, block: null, round: null, wait: null,
-  lastStep: Math.max(0, ...data.runs.flatMap((run) => run.lanes.flatMap((lane) => lane.blocks.flatMap((block) => block.tokens.map((token) => token[1]))))),
+  lastStep: largest(0, data.runs.map((run) => run.lanes.map((lane) => lane.blocks.map((block) => block.tokens.map((token) => token[1]))))),
 };
 const expanded = new Set(); // lanes, by their place in every run
 const views = []; // of each run: its layout, drawing and elements
@@ -97,7 +97,7 @@ function buildLabels(view) {
         "data-steps": lane.blocks.reduce((sum, block) => sum + block.steps.length, 0),
         onclick: () => toggle(track.lane), onfocus: () => select(view.run, lane, null), onmouseenter: () => select(view.run, lane, null),
       },
-      make("b", {}, named), make("span", {}, lane.prompt));
+      make("b", {}, named), make("bdi", {}, lane.prompt));
   }));
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
+import http.server
 import importlib.util
 import itertools
 import json
@@ -14,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from typing import Any
 import pytest
 
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
-from fdfo_client import InvalidRequest, child_process, serve
+from fdfo_client import InvalidRequest, child_process, listening, openai_gateway, serve
 from fdfo_client.testing import FakeScheduler, serving
 
 # A service that needs no start-up time: listens where it is told, says so, and stops when its standard input closes.
@@ -200,6 +203,86 @@ def test_a_missing_gateway_says_how_to_install_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "smg" else object())
     assert serve.main(parse("--openai-port", "0")) == 1
     assert "--openai-port needs the package smg: pip install 'fdfo[gateway]' smg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--openai-port=0", "--served-models"], "--served-models .*, line 2: a is there twice"),
+        (["--served-models"], "--served-models: these names are for gateways"),
+        (["--dllm-algorithm-config"], "--dllm-algorithm-config .*, line 2: a is there twice"),
+    ],
+)
+def test_a_wrong_file_is_said_before_a_model_loads(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that the scheduler reads are read before anything is started."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    file = tmp_path / "file.yaml"
+    file.write_text("a: {}\na: {}\n")
+    with pytest.raises(InvalidRequest, match=said):
+        serve.plan_from(parse(*flags, str(file)), {})
+
+
+def test_a_taken_port_is_said_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A port of another process, and one that is given twice, end with status 1 and the flag for another one."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(serve, "run", lambda *args, **options: pytest.fail("it was started"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken, free = other.getsockname()[1], listening.free_port("127.0.0.1")
+        for argv, port, flag in [
+            (["--port", "0", "--openai-port", str(taken)], taken, "--openai-port"),
+            (["--port", str(taken)], taken, "--port"),
+            (["--port", str(free), "--openai-port", str(free)], free, "--openai-port"),
+        ]:
+            assert serve.main(parse(*argv)) == 1
+            assert capsys.readouterr().err == f"fdfo serve: port {port} is taken; choose another with {flag}\n"
+    assert listening.why_taken("127.0.0.1", [(taken, "--port"), (free, "--openai-port")]) == ""
+
+
+def test_a_gateway_of_others_is_not_ours() -> None:
+    """What answers at the gateway's port counts as ready when it is for our schedulers and knows their models."""
+    answers: dict[str, Any] = {
+        "/workers": {
+            "workers": [{"url": "grpc://s:1", "is_healthy": True}, {"url": "grpc://s:2", "is_healthy": False}]
+        },
+        "/v1/models": {"data": [{"id": "m"}]},
+        "/v1/tokenizers": {"tokenizers": [{"name": "m"}]},
+    }
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers[self.path]).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        ready = functools.partial(openai_gateway.is_ready, "127.0.0.1", server.server_port)
+        assert ready(["grpc://s:1"])
+        assert not ready(["grpc://s:2"]), "not healthy"
+        assert not ready(["grpc://s:1", "grpc://s:3"]), "a scheduler that it does not have"
+        answers["/v1/tokenizers"] = {"tokenizers": []}
+        assert not ready(["grpc://s:1"])
+        answers["/workers"] = {"error": "what is this?"}
+        assert not ready(["grpc://s:1"])
+        server.shutdown()
+
+
+def test_the_command_to_type_is_the_one_that_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path stays a path, what was found on PATH its name, and a module is a module."""
+    program = tmp_path / "fdfo"
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert serve.typed_command(".venv/bin/fdfo") == ".venv/bin/fdfo"
+    assert serve.typed_command(str(program)) == "fdfo"
+    assert serve.typed_command("my tools/fdfo") == "'my tools/fdfo'"
+    assert serve.typed_command("/x/fdfo_client/__main__.py") == f"{sys.executable} -m fdfo_client"
 
 
 def test_threads_do_not_spin() -> None:
@@ -431,7 +514,7 @@ def test_the_back_off_doubles_and_starts_over() -> None:
     asyncio.run(scenario())
 
 
-def test_a_child_with_a_wrong_configuration_is_not_started_again() -> None:
+def test_a_child_with_a_wrong_configuration_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
     """Status 2 is that of flags and files that will not do another time either: `fdfo serve` ends with the reason."""
 
     async def scenario() -> None:
@@ -440,6 +523,7 @@ def test_a_child_with_a_wrong_configuration_is_not_started_again() -> None:
         assert keeper.child.keeper is not None
         with pytest.raises(child_process.ServeError, match="worker 0 ended with status 2, a wrong configuration"):
             await asyncio.wait_for(keeper.child.keeper, 10)
+        assert "starting it again" not in capsys.readouterr().err
         await keeper.child.stop(asyncio.Event())
 
     asyncio.run(scenario())

@@ -21,7 +21,7 @@ from tests.client.traces import prompts, recorded
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
-HOSTILE = "</script><img src=x onerror=alert(1)><!-- & \u2028"
+HOSTILE = "</script><img src=x onerror=alert(1)><!-- & \u2028\u202e"
 
 
 @cache
@@ -134,6 +134,10 @@ const pointAt = (view, type, ms, track) => {
   const rounds = sync.layout.tracks.find((each) => each.kind === "rounds");
   pointAt(sync, "pointermove", sync.run.rounds[0].span[0] + 1, rounds);
   say("round", document.getElementById("details").textContent);
+  select(sync.run, sync.run.lanes[1], null);
+  const texts = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT), turned = [];
+  for (let at; (at = texts.nextNode()); ) if (at.data.includes("\u202e")) turned.push(at.parentElement.tagName);
+  say("turned", turned);
   const ground = getComputedStyle(document.body).backgroundColor;
   press("t");
   say("theme", getComputedStyle(document.body).backgroundColor !== ground);
@@ -161,7 +165,34 @@ def test_keys_and_mouse_zoom_open_and_explain(tmp_path: Path) -> None:
     assert f"sync · answer {number + 1} waits" in (said["data-wait"] or "")
     for place in wait.waits_for:
         assert timelines()[1].lanes[place].prompt in (said["data-wait"] or "")
+    assert said["data-turned"] == "BDI,BDI,BDI", "text that runs backwards: a label in each run, and the details"
     assert f"sync · round {timelines()[1].rounds[0].round_id}" in (said["data-round"] or "")
+
+
+GROW = """</noscript>
+<script>
+const parse = JSON.parse;
+JSON.parse = (text) => {
+  const content = parse(text), [run] = content.runs, [block] = run.lanes[0].blocks;
+  block.tokens = [...Array(199999).fill(block.tokens[0]), [0, 7, "x"]];
+  run.forwards = Array(200000).fill(run.forwards[0]);
+  run.rounds = Array(200000).fill(run.rounds[0]);
+  return content;
+};
+window.requestAnimationFrame = () => 0; // no picture: it takes long without a graphics card
+</script>
+"""
+
+
+@needs_chromium
+def test_a_page_of_a_large_run_opens(tmp_path: Path) -> None:
+    """200,000 tokens, forwards and rounds are more than a browser's stack holds; the page takes their maxima."""
+    path = tmp_path / "trace.html"
+    use = "<script>document.body.dataset.last = `${state.lastStep} ${views[0].layout.tracks.length}`</script></body>"
+    path.write_text(page().replace("</noscript>", GROW).replace("</body>", use))
+    html, console = chromium(path, "--dump-dom")
+    assert console == []
+    assert [each["data-last"] for each in Elements(html).having("data-last")] == [f"7 {3 + len(timelines()[0].lanes)}"]
 
 
 @needs_chromium

@@ -164,13 +164,15 @@ def test_a_stop_string_never_leaks(door: Door, stop: str) -> None:
 
 
 def test_samples_are_those_of_the_seed(door: Door) -> None:
-    """n=2 gives the two samples that our own client gets, and streamed they can be told apart."""
-    options: dict[str, Any] = {"temperature": 1.5, "seed": 11, "n": 2}
-    ours = [sample.text for sample in door.grpc(UNSURE, **options).samples]
-    assert ours[0] != ours[1]
+    """n=4 gives the samples that our own client gets, each under its index, whole and streamed. A later one of them has
+    fewer forwards, so it ends first."""
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 11, "n": 4}
+    samples = door.grpc(UNSURE, **options).samples
+    ours, forwards = [sample.text for sample in samples], [sample.usage.forwards for sample in samples]
+    assert len(set(ours)) == 4 and forwards != sorted(forwards)
     choices = door.chat(UNSURE, **options).choices
     assert [(choice.index, choice.message.content) for choice in choices] == list(enumerate(ours))
-    streamed = ["", ""]
+    streamed = [""] * 4
     for chunk in door.chat(UNSURE, stream=True, **options):
         for choice in chunk.choices:
             streamed[choice.index] += choice.delta.content or ""

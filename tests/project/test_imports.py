@@ -24,8 +24,8 @@ ALLOWED = {
     # Only "which tokens this step": no loop, no KV, no model, no gRPC.
     "worker_svc/algorithms": {"worker_svc.algorithms"},
 }
-# `fdfo serve` and `fdfo replay --virtual-time` take flags of both services; they may read which there are. The latter
-# also runs both in its process, all of it in a module that is imported when it does.
+# `fdfo serve` and `fdfo replay --virtual-time` take flags of both services; they may read which there are, and `serve`
+# the files that these name. The latter also runs both in its process, in a module that is imported when it does.
 SETTINGS = {"common.configuration", "common.settings", "scheduler_svc.settings", "worker_svc.settings"}
 VIRTUAL = "fdfo_client.bench.virtual"
 GATEWAY = "scheduler_svc.gateway"
@@ -37,7 +37,7 @@ ALSO_ALLOWED = {
         "common.errors.ServiceError",
     },
     Path("fdfo_client/serve.py"): SETTINGS,
-    Path("fdfo_client/serve_settings.py"): SETTINGS,
+    Path("fdfo_client/serve_settings.py"): SETTINGS | {"scheduler_svc.config_files"},
     # What a model folder is, said by who serves it.
     Path("fdfo_client/doctor/model.py"): {
         "common.model_folder",

@@ -57,13 +57,16 @@ def test_the_names_that_are_served(tmp_path: Path) -> None:
         (None, {"served_model_ports": "81"}, "--served-model-ports: names 1 ports for 0 models"),
         ("[1]", {}, "must map names of models"),
         ("", {}, "must map names of models"),
-        ("a: {", {}, "--served-models .*: while parsing"),
+        ("a: {}\nb: {", {}, "--served-models .*, line 2: expected the node content"),
+        ("a: {}\nb: {}\na: {}", {}, "--served-models .*, line 3: a is there twice"),
+        ("a: 2026-13-01", {}, "--served-models .*: month must be in 1..12"),
         ("tiny: {}", {}, "tiny: is the scheduler's own name"),
         ("1: {}", {}, "the name of a model must be a text"),
         ("a: fast", {}, "a: must have algorithm, params or both"),
         ("a: {speed: 1}", {}, "a: must have algorithm, params or both"),
         ("a: {algorithm: 3}", {}, "a: algorithm: must be a name, is 3"),
-        ("a: {params: {threshold: high}}", {}, "a: params: threshold: must be a number, is 'high'"),
+        ("a: {params: {threshold: high}}", {}, "a: params: threshold: must be a finite number, is 'high'"),
+        (f"a: {{params: {{threshold: {'9' * 400}}}}}", {}, "threshold: must be a finite number, is 9{40}\\.\\.\\.$"),
     ],
 )
 def test_a_wrong_file_is_refused_at_start(tmp_path: Path, text: str | None, values: dict[str, Any], says: str) -> None:
@@ -84,7 +87,7 @@ def test_default_parameters(tmp_path: Path) -> None:
     file = tmp_path / "params.yaml"
     file.write_text("threshold: 0.9\nsteps: 3\n")
     assert read_algorithm_params(file) == {"threshold": 0.9, "steps": 3.0}
-    for wrong in (b"threshold: true", b"- 1", b"\xff\xfe\xfa"):
+    for wrong in (b"threshold: true", b"threshold: .nan", b"steps: 1\nsteps: 2", b"- 1", b"\xff\xfe\xfa"):
         file.write_bytes(wrong)
         with pytest.raises(ConfigError, match="--dllm-algorithm-config"):
             read_algorithm_params(file)

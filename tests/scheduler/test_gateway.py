@@ -174,6 +174,16 @@ def test_a_call_that_does_not_stream_has_completes_only() -> None:
     assert not end.HasField("output_logprobs")
 
 
+def test_samples_of_a_whole_answer_come_by_index() -> None:
+    """Where nothing is streamed the gateway numbers choices as they come, so one that is done early waits its turn."""
+    replies = Replies(is_stream=False, with_logprobs=False)
+    came = []
+    for sample in (2, 0, 3, 1):
+        events = [committed([10 + sample], sample=sample), finished(sample, reason=api.FINISH_REASON_LENGTH)]
+        came.append([(it.complete.index, *it.complete.output_ids) for event in events for it in replies.of(event)])
+    assert came == [[], [(0, 10)], [], [(1, 11), (2, 12), (3, 13)]]
+
+
 def test_a_stop_string_that_begins_inside_a_token() -> None:
     """The gateway gets the ids up to the string's end, streamed too: it cuts the text at the string itself."""
     events = [
