@@ -18,7 +18,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -73,12 +73,19 @@ def setting(
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; a service has too many flags to list them before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
 def build_parser(
     cls: type[DataclassInstance], prog: str, description: str, examples: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
     """A parser with one flag a field of `cls`; the examples, one command line each, close its help."""
     epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples) if examples else None
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description=description,
         epilog=epilog,

@@ -31,6 +31,7 @@ from scheduler_svc.validation import MAX_CLIENT_MESSAGE_BYTES
 from scheduler_svc.workers import Link, WorkerLink
 
 WITHOUT_WORKER_GRACE_S = 10.0
+WORKER_POLL_S = 0.1
 LAST_MESSAGES_S = 5.0
 ENGINE_NAME = "vllm.grpc.engine.VllmEngine"  # what gateways call
 
@@ -87,7 +88,6 @@ async def serve(
     if settings.metrics_port is not None:
         ready["metrics"] = f"{settings.host}:{listen(settings.host, settings.metrics_port, metrics.registry)}"
     forget_garbage()
-    _set_serving(services, True)
     log.info("serving", target=targets[0], scheduler_id=scheduler.scheduler_id, workers=settings.workers, **ready)
     print_ready(targets[0], scheduler_id=scheduler.scheduler_id, **ready)
     stop = asyncio.create_task(service.wait_for_stop(settings.exit_with_parent))
@@ -137,12 +137,16 @@ def _set_serving(services: Sequence[GrpcService], serving: bool) -> None:
 
 
 async def _watch_workers(scheduler: Scheduler, services: Sequence[GrpcService]) -> None:
-    """NOT_SERVING while no worker has been there for the grace time."""
-    seconds_without = 0.0
+    """SERVING from the first worker on, and NOT_SERVING while none has been there for the grace time: one that never
+    had a worker must not take the place of one that has."""
+    now, last_there_at, is_serving = asyncio.get_running_loop().time, float("-inf"), False
     while True:
-        seconds_without = 0.0 if scheduler.has_worker else seconds_without + 1
-        _set_serving(services, seconds_without < WITHOUT_WORKER_GRACE_S)
-        await asyncio.sleep(1)
+        if scheduler.has_worker:
+            last_there_at = now()
+        if (now() - last_there_at < WITHOUT_WORKER_GRACE_S) != is_serving:
+            is_serving = not is_serving
+            _set_serving(services, is_serving)
+        await asyncio.sleep(WORKER_POLL_S)
 
 
 def main(argv: list[str] | None = None) -> int:

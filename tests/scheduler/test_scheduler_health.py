@@ -13,21 +13,26 @@ from tests.scheduler.in_memory import Bench, play
 from tests.worker.scripted import effort, make_loop
 
 
-def test_not_serving_after_the_grace_time_without_a_worker() -> None:
-    """SERVING for the grace time, then NOT_SERVING, and SERVING again with the first worker."""
+def test_serving_from_the_first_worker_until_the_grace_time_without_one() -> None:
+    """NOT_SERVING before the first worker, SERVING for the grace time after the last; then not, and again
+    with the next."""
     said: list[bool] = []
     scheduler: Any = SimpleNamespace(has_worker=False)
     service: Any = SimpleNamespace(set_serving=said.append)
 
     async def scene() -> None:
         watch = asyncio.create_task(_watch_workers(scheduler, [service]))
-        await asyncio.sleep(WITHOUT_WORKER_GRACE_S - 1.5)
-        assert all(said)
-        await asyncio.sleep(2)
-        assert said.pop() is False
-        scheduler.has_worker = True
         await asyncio.sleep(1)
-        assert said.pop() is True
+        assert not said, "health begins as NOT_SERVING"
+        for has_worker, seconds, last_said in (
+            (True, 1, [True]),
+            (False, WITHOUT_WORKER_GRACE_S - 1, [True]),
+            (False, 2, [True, False]),
+            (True, 1, [True, False, True]),
+        ):
+            scheduler.has_worker = has_worker
+            await asyncio.sleep(seconds)
+            assert said == last_said
         watch.cancel()
 
     run_virtually(scene())
