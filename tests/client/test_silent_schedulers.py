@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,8 +15,7 @@ import pytest
 from fdfo.scheduler.v1 import scheduler_pb2 as pb
 from fdfo_client import AsyncClient, Client, RetryPolicy, ServerUnavailable, UnexpectedServer, _async_client
 from fdfo_client._channel import CHANNEL_OPTIONS
-from fdfo_client.testing import FakeScheduler, serving, stall
-from tests.chaos.tcp_proxy import TcpProxy
+from fdfo_client.testing import FakeScheduler, serving
 
 
 class Silent(FakeScheduler):
@@ -38,31 +38,6 @@ def test_a_silent_scheduler_hides_no_other() -> None:
     assert silent in str(caught.value) and f"{second} answers, but has no ready worker" in str(caught.value)
 
 
-def test_a_connection_that_falls_silent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pings find it, in a stream that waits for its turn; within 16 s, here a fiftieth of that."""
-    limits_ms = {name: int(value) for name, value in CHANNEL_OPTIONS if "keepalive_time" in name or "ping_time" in name}
-    assert limits_ms["grpc.keepalive_time_ms"] > 10_000, "faster is refused by servers"
-    keepalive_ms = limits_ms["grpc.keepalive_time_ms"] + limits_ms["grpc.keepalive_timeout_ms"]
-    assert max(keepalive_ms, limits_ms["grpc.http2.ping_timeout_ms"]) <= 16_000
-    quick = [(name, limits_ms[name] // 50 if name in limits_ms else value) for name, value in CHANNEL_OPTIONS]
-    monkeypatch.setattr(_async_client, "CHANNEL_OPTIONS", quick)
-
-    async def run(target: str) -> None:
-        proxy = TcpProxy(target)
-        async with AsyncClient(await proxy.start(), retry=RetryPolicy(max_retries=0)) as client:
-            task = asyncio.create_task(client.generate("x"))
-            await asyncio.to_thread(fake.held.get, timeout=10)
-            stalling = asyncio.create_task(proxy.stall(60))
-            with pytest.raises(ServerUnavailable, match="ping"):
-                await asyncio.wait_for(task, 10)
-            stalling.cancel()
-        await proxy.stop()
-
-    fake = FakeScheduler(faults=[stall()])
-    with serving(fake) as target:
-        asyncio.run(run(target))
-
-
 def http2_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
@@ -70,6 +45,52 @@ def http2_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> byt
 SETTINGS, HEADERS = http2_frame(4, 0, 0), 1
 STATUS_200, STATUS_400 = b"\x88", b"\x8c"  # by HPACK's static table
 HTML = b"\x5f\x09text/html"
+
+
+@contextlib.asynccontextmanager
+async def answering(greeting: bytes, answer: bytes) -> AsyncIterator[str]:
+    """A server that says so: once connected, and to a call."""
+
+    class Server(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            self.seen, self.transport = b"", transport
+            connections.append(transport)
+            transport.write(greeting)
+
+        def data_received(self, data: bytes) -> None:
+            self.seen += data
+            place = 24  # behind that with which HTTP/2 begins
+            while place + 9 <= len(self.seen):
+                if self.seen[place + 3] == HEADERS:
+                    self.transport.write(answer)
+                    self.seen = b""
+                place += 9 + int.from_bytes(self.seen[place : place + 3], "big")
+
+    connections: list[Any] = []
+    server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for _ in range(3):  # connections that are on their way, then the end of all
+        await asyncio.sleep(0)
+        for connection in connections:
+            connection.abort()
+
+
+def test_a_connection_that_falls_silent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pings find it, in a call that waits for its turn; within 16 s, here a fiftieth of that."""
+    limits_ms = {name: int(value) for name, value in CHANNEL_OPTIONS if "keepalive_time" in name or "ping_time" in name}
+    assert limits_ms["grpc.keepalive_time_ms"] > 10_000, "faster is refused by servers"
+    keepalive_ms = limits_ms["grpc.keepalive_time_ms"] + limits_ms["grpc.keepalive_timeout_ms"]
+    assert max(keepalive_ms, limits_ms["grpc.http2.ping_timeout_ms"]) <= 16_000
+    quick = [(name, limits_ms[name] // 50 if name in limits_ms else value) for name, value in CHANNEL_OPTIONS]
+    monkeypatch.setattr(_async_client, "CHANNEL_OPTIONS", quick)
+
+    async def run() -> None:
+        async with answering(SETTINGS, b"") as target, AsyncClient(target, retry=RetryPolicy(max_retries=0)) as client:
+            with pytest.raises(ServerUnavailable, match="ping"):
+                await asyncio.wait_for(client.generate("x"), 10)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -84,32 +105,11 @@ HTML = b"\x5f\x09text/html"
 def test_a_server_that_is_none_of_grpc(greeting: bytes, answer: bytes) -> None:
     """A port where HTTP is spoken, such as a gateway's, is told as what it is."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        handlers.append(task)
-        writer.write(greeting)
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError), contextlib.closing(writer):
-            await reader.readexactly(24)  # with which HTTP/2 begins
-            while True:
-                head = await reader.readexactly(9)
-                await reader.readexactly(int.from_bytes(head[:3], "big"))
-                if head[3] == HEADERS:
-                    writer.write(answer)
-
     async def run() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        told = pytest.raises(UnexpectedServer, match="does not speak gRPC")
-        async with server, AsyncClient(f"127.0.0.1:{port}") as client:
-            with told:
+        async with answering(greeting, answer) as target, AsyncClient(target) as client:
+            with pytest.raises(UnexpectedServer, match="does not speak gRPC"):
                 await client.server_info(timeout=5)
-        for handler in handlers:
-            handler.cancel()
-        await asyncio.gather(*handlers, return_exceptions=True)
-        await asyncio.sleep(0)  # in which their connections are closed
 
-    handlers: list[asyncio.Task[None]] = []
     asyncio.run(run())
 
 
