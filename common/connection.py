@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,20 @@ import grpc.aio
 from common.api_keys import read_api_key
 from common.reloaded import Reloaded
 from common.tls import read_authorities, read_pair
+
+_used_in: int | None = None  # the first process, of this one and those that it was forked from, which used gRPC
+
+
+def check_not_forked() -> None:
+    """Raises RuntimeError in a process that was forked from one which had used gRPC: the threads of gRPC and of event
+    loops are not there, and calls would wait for them for ever."""
+    global _used_in
+    _used_in = _used_in or os.getpid()
+    if _used_in != os.getpid():
+        raise RuntimeError(
+            f"fork: gRPC was in use in process {_used_in} when this one was forked from it, and would hang here; start "
+            'processes by "spawn" or "forkserver", or use the first client after the fork'
+        )
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,7 @@ class Connection:
         return details
 
     def _now(self) -> tuple[grpc.aio.Channel, Any]:
+        check_not_forked()
         if self._current is None:
             tls_files = () if self._tls is None else (self._tls.ca_file, self._tls.cert_file, self._tls.key_file)
             key_file = self._api_key if isinstance(self._api_key, Path) else None

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import random
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -132,34 +132,17 @@ class AsyncClient:
         return False
 
     async def server_info(self, *, timeout: float | None = 10.0) -> ServerInfo:
-        """What the server runs and how busy it is; of several targets, the first that answers."""
-        endpoints = self._connected()
-        for endpoint in endpoints:
-            try:
-                with self._typed_errors(endpoint):
-                    info = await endpoint.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout)
-                self._was_answered = True
-                return server_info_from_proto(info)
-            except ServerUnavailable:
-                if endpoint is endpoints[-1]:
-                    raise
-        raise AssertionError("there is at least one target")
+        """What the server runs and how busy it is; all targets are asked, and the first that answers is taken."""
+        return await _first_answer(self._info_of(endpoint, timeout) for endpoint in self._connected())
 
     async def wait_ready(self, timeout: float = 60.0) -> ServerInfo:
         """Wait until a scheduler answers and has a ready worker. Raises ServerUnavailable after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while True:
-            try:
-                info = await self.server_info(timeout=max(deadline - time.monotonic(), 0.001))
-                if any(worker.ready for worker in info.workers):
-                    return info
-                problem = f"{', '.join(self.targets)} answers, but has no ready worker"
-                problem += "".join(f"; {worker.target}: {worker.last_error}" for worker in info.workers)
-            except (ServerUnavailable, DeadlineExceeded) as error:
-                problem = str(error)
-            if time.monotonic() + _POLL_S > deadline:
-                raise ServerUnavailable(f"not ready after {timeout:g} s: {problem}")
-            await asyncio.sleep(_POLL_S)
+        problems: dict[str, str] = {}
+        try:
+            return await _first_answer(self._ready(endpoint, deadline, problems) for endpoint in self._connected())
+        except ServerUnavailable:
+            raise ServerUnavailable(f"not ready after {timeout:g} s: {'; '.join(problems.values())}") from None
 
     async def close(self) -> None:
         """End what is running and close the connections. May be called twice."""
@@ -229,6 +212,28 @@ class AsyncClient:
         sleep.add_done_callback(self._sleeps.discard)
         return sleep
 
+    async def _info_of(self, endpoint: Connection, timeout: float | None) -> ServerInfo:
+        with self._typed_errors(endpoint):
+            info = await endpoint.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout)
+        self._was_answered = True
+        return server_info_from_proto(info)
+
+    async def _ready(self, endpoint: Connection, deadline: float, problems: dict[str, str]) -> ServerInfo:
+        """Wait for this one. `problems` has, by target, why it is not ready."""
+        while True:
+            try:
+                info = await self._info_of(endpoint, max(deadline - time.monotonic(), 0.001))
+                if any(worker.ready for worker in info.workers):
+                    return info
+                problem = f"{endpoint.target} answers, but has no ready worker"
+                problem += "".join(f"; {worker.target}: {worker.last_error}" for worker in info.workers)
+            except (ServerUnavailable, DeadlineExceeded) as error:
+                problem = str(error)
+            problems[endpoint.target] = problem
+            if time.monotonic() + _POLL_S > deadline:
+                raise ServerUnavailable(problem)
+            await self._pause(_POLL_S)
+
     async def _abort_at(self, endpoint: Connection, request_id: str, timeout: float | None) -> bool:
         with self._typed_errors(endpoint):
             answer = await endpoint.stub.Abort(pb.AbortRequest(request_ids=[request_id]), timeout=timeout)
@@ -272,6 +277,24 @@ class AsyncClient:
         if self._closed:
             return RequestFailed("the client was closed during the call", "CANCELLED")
         return ServerUnavailable(f"the scheduler at {target} ended the call; send the request again")
+
+
+async def _first_answer(works: Iterable[Awaitable[ServerInfo]]) -> ServerInfo:
+    """Of those that run at once. When nobody answers the last error is raised; an error that is an answer, at once."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    failure: FdfoError | None = None
+    try:
+        for task in asyncio.as_completed(tasks):
+            try:
+                return await task
+            except (ServerUnavailable, DeadlineExceeded) as error:
+                failure = error
+    finally:
+        for unheard in tasks:
+            unheard.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert failure is not None, "there is at least one target"
+    raise failure
 
 
 def _completion(

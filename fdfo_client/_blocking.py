@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Generator
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from fdfo_client._async_client import AsyncClient
+from fdfo_client._channel import check_not_forked
 from fdfo_client._types import Event
 
 T = TypeVar("T")
@@ -20,11 +22,13 @@ class Blocking:
     """What `Client` is without its methods. A client that is forgotten is closed with the process."""
 
     def __init__(self, client: AsyncClient) -> None:
+        check_not_forked()
         self._client = client
+        self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="fdfo-client", daemon=True)
         thread.start()
-        self._close = weakref.finalize(self, _close, client, self._loop, thread)
+        self._close = weakref.finalize(self, _close, client, self._loop, thread, self._process)
 
     def close(self) -> None:
         """End what is running and close the connections. May be called twice."""
@@ -39,9 +43,13 @@ class Blocking:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if not self._close.alive:
+        try:
+            check_not_forked()
+            if not self._close.alive:
+                raise RuntimeError("this client is closed")
+        except RuntimeError:
             work.close()
-            raise RuntimeError("this client is closed")
+            raise
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -55,7 +63,7 @@ class Blocking:
                 yield event
         finally:
             # Without waiting: a generator may be closed by the garbage collector, in the loop's own thread.
-            if self._close.alive:
+            if self._close.alive and self._process == os.getpid():
                 asyncio.run_coroutine_threadsafe(_aclose(events), self._loop)
 
 
@@ -68,7 +76,10 @@ async def _aclose(events: AsyncGenerator[Event, None]) -> None:
         await events.aclose()
 
 
-def _close(client: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _close(client: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:
+    if process != os.getpid():  # the loop runs in the process that this one was forked from
+        return
+
     async def finish() -> None:
         await client.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}

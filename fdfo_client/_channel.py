@@ -8,25 +8,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.api_keys import read_api_key
-from common.connection import Connection, Tls
+from common.connection import Connection, Tls, check_not_forked
 from common.errors import ServiceError
 
-__all__ = ["CHANNEL_OPTIONS", "Connection", "Tls", "check_access", "parse_targets"]
+__all__ = ["CHANNEL_OPTIONS", "Connection", "Tls", "check_access", "check_not_forked", "parse_targets"]
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 # A name with a scheme that gRPC resolves itself, such as dns:///schedulers:50051 or unix:/run/fdfo.sock.
 _HAS_SCHEME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|xds):")
+_HOST = re.compile(r"[^\s:/\[\]]+|\[[^\s/\[\]]+\]")
 
 CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A name with several addresses (dns:///) is used in turn; gRPC would otherwise stay with the first.
     ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
-    # A stream is silent while its request is queued: pings find a lost server then. Faster than every 10 s is refused
-    # by servers.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    # A stream is silent while its request is queued: pings find a lost server then, within 16 s. Servers refuse them
+    # faster than every 10 s. gRPC's other pings, which those of keepalive wait for, have a time-out of their own: 60 s.
+    ("grpc.keepalive_time_ms", 11_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # When a connection is lost its name is resolved again: there may be new schedulers. gRPC would wait 30 s.
@@ -54,7 +56,10 @@ def parse_targets(target: str | Sequence[str]) -> tuple[str, ...]:
         raise ValueError("no target: give the scheduler's address as host:port")
     for part in targets:
         if not _HAS_SCHEME.match(part) and not _is_host_and_port(part):
-            raise ValueError(f"not a target: {part!r}; give host:port, or a gRPC name such as dns:///host:port")
+            raise ValueError(
+                f"not a target: {part!r}; give host:port, [host]:port for an IPv6 address, or a gRPC name such as "
+                "dns:///host:port"
+            )
     return targets
 
 
@@ -73,4 +78,4 @@ def check_access(tls: Tls | None, api_key: str | Path | None) -> None:
 
 def _is_host_and_port(part: str) -> bool:
     host, colon, port = part.rpartition(":")
-    return bool(host and colon) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    return bool(colon and _HOST.fullmatch(host)) and port.isascii() and port.isdigit() and 0 < int(port) < 65536

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 # The fields of Timeout.
 TimeoutPart: TypeAlias = Literal["connect", "first_token", "between_blocks", "total"]
 
+# gRPC's words for what an HTTP server answers that is none of gRPC: in HTTP/1, and in HTTP/2. With UNAVAILABLE, for
+# 502 to 504, the last ones are of a proxy that has lost its server.
+_NOT_GRPC = ("Expected SETTINGS frame", "http1.x server", "END_STREAM flag received")
+_HTTP_STATUS = "http2 header with status"
+
 # The metadata key of google.rpc.Status, fixed by gRPC's error model.
 _DETAILS_KEY = "grpc-status-details-bin"
 
@@ -100,6 +105,10 @@ def error_from_rpc(
     code = failure.code()
     said = (failure.details() or "").strip() or "no reason given"
     match code:
+        case _ if _is_not_grpc(code, said):
+            return UnexpectedServer(
+                f"what answers at {target} does not speak gRPC ({said}); give the address of a scheduler"
+            )
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
             return _invalid_request(failure, said)
         case grpc.StatusCode.ALREADY_EXISTS:
@@ -129,6 +138,12 @@ def error_from_rpc(
             )
         case _:
             return RequestFailed(f"{target} failed the request: {code.name}: {said}", code.name)
+
+
+def _is_not_grpc(code: grpc.StatusCode, said: str) -> bool:
+    if any(words in said for words in _NOT_GRPC):
+        return True
+    return _HTTP_STATUS in said and code is not grpc.StatusCode.UNAVAILABLE
 
 
 def _invalid_request(failure: grpc.aio.AioRpcError, said: str) -> InvalidRequest:

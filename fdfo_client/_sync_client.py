@@ -68,7 +68,7 @@ class Client(Blocking):
         return self._run(self._client.abort(request_id, timeout=timeout))
 
     def server_info(self, *, timeout: float | None = 10.0) -> ServerInfo:
-        """What the server runs and how busy it is; of several targets, the first that answers."""
+        """What the server runs and how busy it is; all targets are asked, and the first that answers is taken."""
         return self._run(self._client.server_info(timeout=timeout))
 
     def wait_ready(self, timeout: float = 60.0) -> ServerInfo:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 MAX_TIMEOUT_S = 365 * 24 * 3600
 
 _MEANINGS: dict[TimeoutPart, str] = {
-    "connect": "no connection stood",
+    "connect": "no scheduler answered the call",
     "first_token": "no token came",
     "between_blocks": "nothing new came",
 }
@@ -26,7 +26,8 @@ _MEANINGS: dict[TimeoutPart, str] = {
 class Timeout:
     """How long a request may take, in seconds; None is no limit. `DeadlineExceeded.part` is the part that ran out.
 
-    connect: until a connection stands, at each scheduler that is tried; when it runs out the next one is tried.
+    connect: until the scheduler first answers the call (it does when it has read the prompt, before any wait in its
+        queue), at each one that is tried; when it runs out the next one is tried.
     first_token: from the call to the first `Committed`, in the queue and at other schedulers too.
     between_blocks: from where the caller takes one `Committed` to the next, at other schedulers too.
     total: until the answer is complete. The scheduler is told and ends the work itself.
@@ -77,7 +78,7 @@ class Watch:
         self._stop(*self._timers)
 
     async def connect(self, call: Any) -> None:
-        """Wait until the connection of a call of gRPC stands."""
+        """Wait until a call of gRPC is answered: its first metadata come, or its end."""
         if self._timeout.connect is not None:
             self._start("connect")
             try:

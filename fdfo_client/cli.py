@@ -7,6 +7,8 @@ A command is a module with `add_arguments(parser)` and `main(arguments)`, which 
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -45,9 +47,30 @@ fdfo COMMAND --help shows the flags of a command."""
 EXIT_STATUS = "exit status: 0 done, 1 failed, 2 wrong usage or a refused request, 130 ended by Ctrl-C"
 
 
+# For terminals that have only ASCII: bars of `fdfo top`, masks of `fdfo chat`.
+STAND_INS = dict(zip("▁▂▃▄▅▆▇█░…", "_.-~=+*#.~", strict=True))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (that of the process when None) and return the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error("fdfo-stand-in", _stand_in)
+        sys.stdout.reconfigure(errors="fdfo-stand-in")
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        # Nobody reads what is written, as with `head`, or there is no room for it. Python would flush again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"fdfo: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(words: list[str]) -> int:
     arguments = _parse(words)
     # gRPC's own lines on stderr, such as one for each connection that a stopped server closes. Read at the first call.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -58,11 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, InvalidRequest) else 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader went away, as `head` does. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return status
+
+
+def _stand_in(error: UnicodeError) -> tuple[str, int]:
+    """For what the encoding of stdout has not: of the same width."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    from fdfo_client.chat.live_text import char_width
+
+    chars = error.object[error.start : error.end]
+    return "".join(STAND_INS.get(char, "?" * char_width(char)) for char in chars), error.end
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
@@ -76,6 +105,10 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse's own passes over what cannot be written."""
+        (file or sys.stderr).write(message)
 
 
 def build_parser(names: Sequence[str]) -> argparse.ArgumentParser:

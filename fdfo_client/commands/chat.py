@@ -71,8 +71,9 @@ def main(arguments: argparse.Namespace) -> int:
             options["provisional_every_forwards"] = arguments.every
         chat = Chat(client, options, arguments.system)
         if chat.is_interactive:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401 (input() then edits its line)
+            if is_live(sys.stdout, os.environ):  # readline moves the cursor too
+                with contextlib.suppress(ImportError):
+                    import readline  # noqa: F401 (input() then edits its line)
             print(f"{server.served_model_name}, {server.context_length} tokens of context; /help lists the commands")
         chat.run()
     return 0

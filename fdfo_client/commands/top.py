@@ -34,6 +34,7 @@ examples:
   fdfo top --json --interval 10 >> load.jsonl
 
 Rates are what a scheduler's counters grew by since the last refresh. Preemptions and restarts count from its start.
+A narrow terminal does without some of the columns.
 With --once the exit status is 1 when a scheduler does not answer."""
 
 Show = Callable[[State], None]
@@ -102,7 +103,7 @@ def _picture(interval_s: float, *, is_live: bool) -> Iterator[Show]:
 
     def show(state: State) -> None:
         tokens_per_s.append(None if state.totals.rates is None else state.totals.rates.tokens_per_s)
-        picture = render(state, tokens_per_s, interval_s, datetime.now().strftime("%H:%M:%S"))
+        picture = render(state, tokens_per_s, interval_s, datetime.now().strftime("%H:%M:%S"), console.width)
         if live is not None:
             live.update(picture, refresh=True)
         else:

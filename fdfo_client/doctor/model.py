@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import textwrap
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from common.model_folder import ModelFolder
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+MAX_FOUND_CHARS = 240
 TIGHT = 0.9  # more of the free memory than this is too near
 
 
@@ -39,12 +43,26 @@ def check(path: Path, free_bytes: int | None, where: str) -> tuple[list[Finding]
     that is not known. Needs the extra scheduler."""
     from common.model_folder import ModelFolderError, read_model_folder
 
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it is asked for folders without tokenizer.json
     try:
-        folder = read_model_folder(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            folder = read_model_folder(path)
     except ModelFolderError as error:
-        found = str(error).removeprefix(f"{path}: ")
-        return [fail(f"model {path}", found, "name the folder of a checkpoint that is served: docs/models.md")], None
+        found = textwrap.shorten(str(error).removeprefix(f"{path}: "), MAX_FOUND_CHARS, placeholder=" ...")
+        return [fail(f"model {path}", found, _advice(path, found))], None
     return list(_check_folder(path, folder, free_bytes, where)), folder.fingerprint
+
+
+def _advice(path: Path, found: str) -> str:
+    """What to do about a folder of which this was found."""
+    if not (path / "config.json").is_file() or "not served" in found:
+        return "name the folder of a checkpoint that is served: docs/models.md"
+    if "tokenizer" in found and not (path / "tokenizer.json").is_file():
+        return "fetch tokenizer.json of the checkpoint, or convert its tokenizer to it"
+    if "cannot be read" in found or "not valid JSON" in found:
+        return "fetch the file again, and see that this user may read it"
+    return "correct the file, or fetch it again; what a folder must have: docs/models.md"
 
 
 def _check_folder(path: Path, folder: ModelFolder, free_bytes: int | None, where: str) -> Iterator[Finding]:
@@ -58,6 +76,10 @@ def _check_folder(path: Path, folder: ModelFolder, free_bytes: int | None, where
     for hint in folder.warnings:
         yield warn("model", hint, "give the flag to both services if so")
     yield ok("tokenizer", f"{folder.num_tokens} tokens, mask {folder.mask_token_id}, stop {folder.stop_token_ids}")
+    said = folder.config.get("mask_token_id", folder.mask_token_id)
+    if said != folder.mask_token_id:
+        found = f"config.json says {said!r:.40}, the tokenizer {folder.mask_token_id}, which is served"
+        yield warn("mask token", found, "correct mask_token_id of config.json, or give services --mask-token-id")
     if not read_chat_templates(path):
         yield warn("chat template", "none, so messages are refused", "ask with plain prompts: fdfo generate --raw")
     if folder.has_weights:
@@ -88,12 +110,15 @@ def read_weights(path: Path) -> Weights:
 
 def check_memory(folder: ModelFolder, weights: Weights, free_bytes: int | None, where: str) -> Finding:
     """Weights and KV pool as a worker without further flags takes them, against what is free."""
-    from common.architectures import ARCHITECTURES
+    from common.architectures import ARCHITECTURES, CheckpointError
 
     dtype = str(folder.config.get("dtype") or folder.config.get("torch_dtype") or "float32")
     if dtype not in DTYPE_BYTES:
         return fail("memory", f"config.json: dtype {dtype} is not served", "give workers --dtype float32 or bfloat16")
-    backbone = ARCHITECTURES[folder.architecture].backbone(folder.config)
+    try:
+        backbone = ARCHITECTURES[folder.architecture].backbone(folder.config)
+    except CheckpointError as error:
+        return fail("memory", str(error), "correct config.json, or fetch it again")
     tokens = default_kv_tokens(folder.context_length, folder.block_size, WorkerSettings.max_running_requests)
     token_bytes = 2 * backbone.num_layers * backbone.num_kv_heads * backbone.head_dim * DTYPE_BYTES[dtype]
     weight_bytes, kv_bytes = weights.num_numbers * DTYPE_BYTES[dtype], tokens * token_bytes

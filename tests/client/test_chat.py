@@ -169,15 +169,18 @@ import fcntl, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 termios.tcsetwinsize(0, ({lines}, {columns}))
 from fdfo_client.cli import main
-sys.exit(main(["chat", "--target", "{target}"]))
+status = main(["chat", "--target", "{target}"])
+if "{terminal}" == "dumb" and "readline" in sys.modules:
+    status = "readline moves the cursor"
+sys.exit(status)
 """
 
 
 @contextlib.contextmanager
-def at_a_terminal(target: str) -> Iterator[tuple[Typist, subprocess.Popen[bytes]]]:
+def at_a_terminal(target: str, terminal: str = "xterm") -> Iterator[tuple[Typist, subprocess.Popen[bytes]]]:
     master, slave = pty.openpty()
-    code = CHILD.format(lines=LINES, columns=COLUMNS, target=target)
-    environment: dict[str, Any] = {**os.environ, "TERM": "xterm"}
+    code = CHILD.format(lines=LINES, columns=COLUMNS, target=target, terminal=terminal)
+    environment: dict[str, Any] = {**os.environ, "TERM": terminal}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=environment
@@ -189,6 +192,15 @@ def at_a_terminal(target: str) -> Iterator[tuple[Typist, subprocess.Popen[bytes]
         process.kill()
         process.wait()
         os.close(master)
+
+
+def test_a_terminal_whose_cursor_cannot_be_moved() -> None:
+    """There the line that is typed is not edited by readline, which would draw over it."""
+    with serving(FakeScheduler(echo, infos=[FDFO])) as target, at_a_terminal(target, "dumb") as (typist, process):
+        typist.wait_for(">")
+        typist.type("/exit\n")
+        typist.wait_for("> /exit", "")
+        assert process.wait(timeout=10) == 0
 
 
 def test_a_conversation_at_a_terminal() -> None:

@@ -326,6 +326,28 @@ def test_help_loads_no_more_than_it_needs(command: str) -> None:
     assert commands == used | ({cli.COMMANDS[command][0]} if command else set())
 
 
+@pytest.mark.parametrize("command", [["--help"], ["generate", "Hi"]])
+def test_no_room_for_the_output(command: list[str]) -> None:
+    """On a full disk a command ends with status 1 and one line."""
+    with serving(FakeScheduler()) as target, open("/dev/full", "w") as full:
+        words = [*command, *(["--target", target] if len(command) > 1 else [])]
+        process = subprocess.run(
+            [sys.executable, "-m", "fdfo_client", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (process.returncode, process.stderr) == (1, "fdfo: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_unicode(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its encoding has not becomes something of the same width."""
+    bytes_out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(bytes_out, encoding=encoding))
+    fake = FakeScheduler(lambda request: [started(), committed("a界▁█░\u0301é", [1]), finished()])
+    assert run("generate", "Hi", fake=fake) == 0
+    accent = "?" if encoding == "ascii" else "\xe9"
+    assert bytes_out.getvalue().decode(encoding) == f"a??_#.{accent}\n"
+
+
 def test_a_reader_that_goes_away() -> None:
     """When the reader of stdout closes it, as head does, the command ends with status 1 and no traceback."""
     long_text = FakeScheduler(lambda request: [started(), *[committed("x" * 65536, [1])] * 20, finished()])

@@ -573,7 +573,9 @@ def test_an_async_client_stays_in_its_loop() -> None:
         asyncio.run(client.generate("x"))
 
 
-@pytest.mark.parametrize("target", ["", "localhost", "localhost:", ":50051", "a:1,b", "h:70000", "h:x", []])
+@pytest.mark.parametrize(
+    "target", ["", "localhost", "localhost:", ":50051", "a:1,b", "h:70000", "h:x", [], "http://h:1", "::1:1"]
+)
 def test_a_wrong_target(target: Any) -> None:
     """What is not a target is refused when the client is made."""
     with pytest.raises(ValueError, match="target"):

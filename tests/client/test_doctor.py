@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,53 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     finding = model.check(folder, GIB, "cpu")[0][-1]
     assert (finding.what, finding.level) == ("weights", "FAIL") and "gone.safetensors" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "what", "found", "advice"),
+    [
+        ("config.json", {"hidden_size": "x"}, "memory", "hidden_size must be an integer", "correct config.json"),
+        (
+            "config.json",
+            {"mask_token_id": "x"},
+            "mask token",
+            "config.json says 'x', the tokenizer 1",
+            "--mask-token-id",
+        ),
+        ("config.json", {"vocab_size": -1}, "model", "vocab_size must be", "correct the file"),
+        ("config.json", None, "model", "not valid JSON", "fetch the file again"),
+        ("tokenizer.json", None, "model", "the tokenizer cannot be read", "fetch the file again"),
+    ],
+)
+def test_a_broken_file_is_a_finding(
+    tmp_path: Path, file: str, fields: dict[str, Any] | None, what: str, found: str, advice: str
+) -> None:
+    """A value that does not fit and a file that is none are said, with what to do about just that."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    text = json.dumps(json.loads((folder / file).read_text()) | fields) if fields else "{ broken"
+    (folder / file).write_text(text)
+    findings = model.check(folder, GIB, "cpu")[0]
+    (bad,) = [finding for finding in findings if finding.level != "OK"]
+    assert bad.what.startswith(what) and found in bad.found and advice in bad.advice
+
+
+def test_a_folder_without_its_tokenizer(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one finding, whatever another package that is asked for it has to say."""
+
+    def talk(path: Path) -> None:
+        warnings.warn("long words", FutureWarning, stacklevel=2)
+        raise ValueError("why " * 500)
+
+    monkeypatch.setattr("common.tokenizer_files._tokenizer_of_transformers", talk)
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    (folder / "tokenizer.json").unlink()
+    (finding,) = model.check(folder, GIB, "cpu")[0]
+    assert finding.level == "FAIL" and len(finding.found) < 250 and "fetch tokenizer.json" in finding.advice
+    assert not recwarn.list
 
 
 def test_a_port_is_free_ours_or_taken() -> None:

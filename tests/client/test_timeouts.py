@@ -221,7 +221,7 @@ def test_no_connection(silent: str) -> None:
                 if target in targets:
                     assert (await task).text == "Hello world"
                 else:
-                    await ends_by(task, "connect", r"timeout\.connect: no connection stood within 0\.5 s")
+                    await ends_by(task, "connect", r"timeout\.connect: no scheduler answered the call within 0\.5 s")
 
     with serving(FakeScheduler()) as target:
         asyncio.run(run(target))

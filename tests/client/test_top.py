@@ -62,11 +62,11 @@ def sample(at_s: float, answer: pb.GetServerInfoResponse | None, target: str = "
     return Sample(target, at_s, server_info_from_proto(answer))
 
 
-def text_of(state: State, tokens_per_s: tuple[float | None, ...] = (None,)) -> str:
-    """What a wide console prints."""
-    console = Console(width=160)
+def text_of(state: State, tokens_per_s: tuple[float | None, ...] = (None,), width: int = 160) -> str:
+    """What a console prints."""
+    console = Console(width=width)
     with console.capture() as capture:
-        console.print(render(state, tokens_per_s, 1.0, "12:00:00"))
+        console.print(render(state, tokens_per_s, 1.0, "12:00:00", width))
     return capture.get()
 
 
@@ -144,6 +144,21 @@ def test_the_picture_has_what_a_person_looks_for() -> None:
     assert ["w:1", "ready", "cuda:0", "bfloat16", "2/4", "2", "3", "5", "10", "20%"] in lines
     assert "w:2: connection refused" in picture
     assert "0 to 99, last 3 s" in picture
+
+
+@pytest.mark.parametrize(("width", "left_out"), [(160, set()), (100, {"blocks/s", "reqs/s"}), (64, {"model"})])
+def test_a_narrow_terminal_has_whole_numbers(width: int, left_out: set[str]) -> None:
+    """Columns are left out, the least important first; headings and numbers that are there are whole."""
+    answers = [info(f"s{number}", forwards=0) for number in range(3)]
+    for answer in answers:
+        answer.max_queued_requests = 1024
+    samples = [sample(0, answer, f"10.0.0.{number}:50051") for number, answer in enumerate(answers)]
+    picture = text_of(History().state(samples), width=width)
+    heading = next(line for line in picture.splitlines() if line.startswith("scheduler "))
+    assert not left_out & set(heading.split()) and {"queued", "running", "tokens/s"} <= set(heading.split())
+    assert ("blocks/s" in heading) == (width == 160)
+    assert picture.count(" 3/1024 ") == 3 and picture.count(" 20%") == 1 and "…" not in picture
+    assert len(text_of(History().state(samples), width=46).split("3/1024")) == 4, "only targets are cut"
 
 
 def test_a_sparkline_begins_at_zero() -> None:
