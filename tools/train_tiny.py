@@ -1,0 +1,211 @@
+"""`python -m tools.train_tiny`: make a checkpoint like models/tiny-llada2, from a seed, on two cores in under 2 hours.
+
+What is learned is drawn anew for each step, by the seed and the step's number, so nothing but the folder's training.pt
+is needed to go on after a stop: run the same command again.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads beside a process cost ten times
+
+import argparse
+import itertools
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
+
+from tools.tiny import tasks
+from tools.tiny.evaluate import evaluate
+from tools.tiny.model import BLOCK_SIZE, CONFIG, TrainedModel
+from tools.tiny.noise import noisy_batch
+from tools.tiny.tokens import TOKENIZER_CONFIG, encode, make_tokenizer
+
+STEPS = 6000
+PROBLEMS_PER_STEP, PARTS = 48, 3  # parts of like lengths, one after the other
+MUON_LR, MUON_DECAY, ADAM_LR = 0.02, 0.01, 4e-3
+WARM_UP_STEPS = 100
+BIAS_STEP = 2e-3
+MAX_NORM = 1.0
+# Copying comes first, and everything else is easier once it is there.
+FIRST_STEPS = 1500
+FIRST_SHARES: Mapping[tasks.Task, int] = tasks.SHARES | {tasks.repeat: 35}
+# Problems of other seeds than those that are learned from (the seed, then the step).
+TEST_SEED, SHIPPED_SEED = 10**9, 10**9 + 1
+NUM_TEST, NUM_SHIPPED = 100, 500
+SAVE_EVERY_S, SHOW_EVERY_S = 120.0, 20.0
+
+
+@dataclass
+class Progress:
+    """Where a training stands; with weights and optimisers' state all that is in training.pt."""
+
+    seed: int
+    step: int = 0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    history: list[tuple[int, float]] = field(default_factory=list)  # step and loss, now and then
+
+
+class Training:
+    """Model, optimisers and the steps done."""
+
+    def __init__(self, seed: int, config: Mapping[str, Any] = CONFIG) -> None:
+        self.progress = Progress(seed)
+        self.config = dict(config)
+        self.tokenizer = make_tokenizer(self.config["vocab_size"])
+        self.model = TrainedModel(self.config, seed)
+        matrices, others = [], []
+        for name, parameter in self.model.named_parameters():
+            is_matrix = name.startswith("layers.") and parameter.ndim == 2 and not name.endswith(".gate")
+            (matrices if is_matrix else others).append(parameter)
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=MUON_DECAY), MUON_LR),
+            (torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0), ADAM_LR),
+        ]
+
+    def step(self, num_steps: int, num_problems: int = PROBLEMS_PER_STEP) -> float:
+        """One step of `num_steps`; the loss before it. Everything drawn depends on seed and step alone."""
+        number, seed = self.progress.step, f"{self.progress.seed} {self.progress.step}"
+        shares = FIRST_SHARES if number < FIRST_STEPS else tasks.SHARES
+        encoded = encode(self.tokenizer, list(itertools.islice(tasks.problems(seed, shares), num_problems)))
+        encoded.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
+        generator = torch.Generator().manual_seed(self.progress.seed * 1_000_000 + number)
+        size = -(-num_problems // PARTS)
+        batches = [
+            noisy_batch(encoded[at : at + size], BLOCK_SIZE, self.config["vocab_size"], generator)
+            for at in range(0, num_problems, size)
+        ]
+        total_weight = float(sum(batch.weights.sum() for batch in batches))
+        total_loss = 0.0
+        self.model.train()
+        for batch in batches:
+            counts = batch.weights > 0
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                hidden = self.model(batch.ids, batch.positions, batch.visible)
+                logits = self.model.logits(hidden[counts])
+            losses = cross_entropy(logits, batch.labels[counts], reduction="none")
+            loss = (losses * batch.weights[counts]).sum() / total_weight
+            loss.backward()  # type: ignore[no-untyped-call]
+            total_loss += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        for optimizer, rate in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * rate_at(number, num_steps)
+            optimizer.step()
+            optimizer.zero_grad()
+        self.model.move_bias(BIAS_STEP * rate_at(number, num_steps))
+        self.progress.step += 1
+        return total_loss
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all."""
+        states = [optimizer.state_dict() for optimizer, _ in self.optimizers]
+        saved = {"progress": asdict(self.progress), "model": self.model.state_dict(), "optimizers": states}
+        torch.save(saved, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+    def load(self, path: Path) -> None:
+        """What `save` wrote. Raises ValueError for the training of another seed."""
+        saved = torch.load(path, weights_only=True)
+        progress = Progress(**saved["progress"])
+        if progress.seed != self.progress.seed:
+            raise ValueError(f"{path} is of seed {progress.seed}: give --seed {progress.seed} or another --out")
+        self.progress = progress
+        self.model.load_state_dict(saved["model"])
+        for (optimizer, _), state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def export(self, folder: Path) -> None:
+        """The checkpoint in the published format, and fresh problems."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config, indent=1) + "\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=1) + "\n")
+        self.tokenizer.save(str(folder / "tokenizer.json"))
+        tensors = {name: tensor.contiguous() for name, tensor in self.model.published_tensors().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        lines = (json.dumps(asdict(problem)) + "\n" for problem in tasks.fresh(SHIPPED_SEED, NUM_SHIPPED))
+        (folder / "problems.jsonl").write_text("".join(lines))
+
+
+def rate_at(step: int, num_steps: int) -> float:
+    """Share of the learning rate: up in the first steps, flat, and down to nothing over the second half."""
+    up = min(1.0, (step + 1) / WARM_UP_STEPS)
+    down = min(1.0, (num_steps - step) / (num_steps / 2))
+    return min(up, down)
+
+
+def train(training: Training, num_steps: int, folder: Path, test_every: int) -> bool:
+    """Step on to `num_steps`, saving to `folder` now and then and on SIGTERM; whether all steps were done."""
+    progress, stops = training.progress, []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stops.append(1))
+    wall_s, cpu_s, first = progress.wall_s, progress.cpu_s, progress.step
+    started_at, cpu_started_at = time.monotonic(), time.process_time()
+    saved_at = shown_at = started_at
+    test = tasks.fresh(TEST_SEED, NUM_TEST)
+    losses: list[float] = []
+    while progress.step < num_steps and not stops:
+        losses.append(training.step(num_steps))
+        now = time.monotonic()
+        progress.wall_s, progress.cpu_s = wall_s + now - started_at, cpu_s + time.process_time() - cpu_started_at
+        if now - shown_at > SHOW_EVERY_S:
+            mean = sum(losses) / len(losses)
+            left_s = (now - started_at) / (progress.step - first) * (num_steps - progress.step)
+            print(f"step {progress.step} of {num_steps}, loss {mean:.4f}, {left_s / 60:.0f} min left", flush=True)
+            progress.history.append((progress.step, mean))
+            losses, shown_at = [], now
+        if now - saved_at > SAVE_EVERY_S:
+            training.save(folder / "training.pt")
+            saved_at = time.monotonic()
+        if progress.step % test_every == 0 and progress.step < num_steps:
+            training.export(folder / "model")
+            print(f"step {progress.step}: {evaluate(folder / 'model', test, 'LowConfidence').text()}", flush=True)
+    training.save(folder / "training.pt")
+    return progress.step >= num_steps
+
+
+def main() -> int:
+    """Exit status: 0 the checkpoint is there, 2 wrong usage, 3 stopped before the end."""
+    parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of training.pt and of model/")
+    parser.add_argument("--steps", type=int, default=STEPS, help="(%(default)s); may be changed until half of them")
+    parser.add_argument("--seed", type=int, default=1, help="of weights, problems and noise (%(default)s)")
+    parser.add_argument("--test-every", type=int, default=500, metavar="STEPS", help="(%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU (%(default)s)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    training = Training(arguments.seed)
+    if (arguments.out / "training.pt").exists():
+        try:
+            training.load(arguments.out / "training.pt")
+        except ValueError as error:
+            parser.error(str(error))
+        print(f"going on after step {training.progress.step}", flush=True)
+    is_done = train(training, arguments.steps, arguments.out, arguments.test_every)
+    progress = training.progress
+    print(f"{progress.step} steps in {progress.wall_s / 60:.1f} min, {progress.cpu_s / 60:.1f} min of CPU time")
+    if not is_done:
+        print("stopped; run the same command again to go on", file=sys.stderr)
+        return 3
+    training.export(arguments.out / "model")
+    fresh = tasks.fresh(SHIPPED_SEED, 200)
+    for algorithm in ("LowConfidence", "JointThreshold"):
+        print(evaluate(arguments.out / "model", fresh, algorithm).text(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
