@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
+from torch.nn import functional
+from torch.nn.functional import embedding, silu
 
 from common.architectures import ARCHITECTURES
 from common.architectures.base import Backbone, Experts
+from tools.tiny.noise import NoisyBatch
 from worker_svc.models.decoder import rms_norm, rope_angles, rotate, route
 
 BLOCK_SIZE = 32
@@ -60,6 +62,11 @@ def _matrix(generator: torch.Generator, rows: int, columns: int) -> nn.Parameter
     return nn.Parameter(torch.randn(rows, columns, generator=generator) * columns**-0.5)
 
 
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """In the type of x."""
+    return functional.linear(x, weight.to(x.dtype))
+
+
 def _ones(size: int) -> nn.Parameter:
     return nn.Parameter(torch.ones(size))
 
@@ -73,8 +80,12 @@ class SwiGlu(nn.Module):
         self.up_proj = _matrix(generator, inner, hidden_size)
         self.down_proj = _matrix(generator, hidden_size, inner)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(silu(linear(x, self.gate_proj)) * linear(x, self.up_proj), self.down_proj)
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x: float32 [T, H]; the products are computed in `dtype`."""
+        return _linear(self.inner(x.to(dtype)), self.down_proj)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return silu(_linear(x, self.gate_proj)) * _linear(x, self.up_proj)
 
     def published_tensors(self, prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}{name}.weight": weight for name, weight in self.named_parameters()}
@@ -94,17 +105,14 @@ class Moe(nn.Module):
         self.experts = SwiGlu(generator, hidden_size, config.num_experts * config.intermediate_size)
         self.shared = SwiGlu(generator, hidden_size, config.num_shared * config.intermediate_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens, config = x.flatten(0, -2), self.config
-        with torch.autocast("cpu", enabled=False):
-            weights, chosen = route(tokens, self.gate, self.expert_bias, config)
-        if self.training:
-            self.load += chosen.flatten().bincount(minlength=config.num_experts)
-        scale = torch.zeros(len(tokens), config.num_experts).scatter(-1, chosen, weights)
-        experts = self.experts
-        inner = silu(linear(tokens, experts.gate_proj)) * linear(tokens, experts.up_proj)
-        inner = inner.unflatten(-1, (config.num_experts, -1)) * scale[..., None].to(inner.dtype)
-        return linear(inner.flatten(-2), experts.down_proj).view_as(x) + self.shared(x)
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """As SwiGlu's."""
+        num_experts = self.config.num_experts
+        weights, chosen = route(x, self.gate, self.expert_bias, self.config)
+        self.load += chosen.flatten().bincount(minlength=num_experts)
+        scale = torch.zeros(len(x), num_experts).scatter(-1, chosen, weights)
+        inner = self.experts.inner(x.to(dtype)).view(len(x), num_experts, -1) * scale[..., None].to(dtype)
+        return _linear(inner.flatten(1), self.experts.down_proj) + self.shared(x, dtype)
 
     def move_bias(self, step_size: float) -> None:
         """Towards the experts that were chosen too seldom."""
@@ -135,25 +143,38 @@ class Layer(nn.Module):
         self.query_norm, self.key_norm = _ones(config.head_dim), _ones(config.head_dim)
         self.query_key_value = _matrix(generator, heads * config.head_dim, hidden)
         self.dense = _matrix(generator, hidden, config.num_heads * config.head_dim)
-        is_dense = config.experts is None or index < config.first_moe_layer
         self.mlp: SwiGlu | Moe
-        if config.experts is None or is_dense:
+        if config.experts is None or index < config.first_moe_layer:
             self.mlp = SwiGlu(generator, hidden, config.intermediate_size)
         else:
             self.mlp = Moe(generator, hidden, config.experts)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], visible: Tensor) -> Tensor:
+    def attend(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], num_clean: int, visible: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """x: [N, U, B, H]; what is to be added to it. See NoisyBatch for the others."""
         config, eps = self.config, self.config.rms_norm_eps
-        heads = linear(rms_norm(x, self.input_norm, eps), self.query_key_value).unflatten(-1, (-1, config.head_dim))
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=-2)
-        q = rotate(rms_norm(q, self.query_norm, eps), *angles).to(v.dtype)
-        k = rotate(rms_norm(k, self.key_norm, eps), *angles).to(v.dtype)
-        copies = config.num_heads // config.num_kv_heads
-        k, v = k.repeat_interleave(copies, dim=-2), v.repeat_interleave(copies, dim=-2)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        x = x + linear(out.transpose(1, 2).flatten(-2), self.dense)
-        return x + self.mlp(rms_norm(x, self.post_attention_norm, eps))
+        num_rows, num_units, size, _ = x.shape
+        normed = rms_norm(x, self.input_norm, eps).to(dtype)
+        heads = _linear(normed, self.query_key_value).view(num_rows, num_units, size, -1, config.head_dim)
+        q, k, v = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=-2)
+        q = rotate(rms_norm(q.float(), self.query_norm, eps), *angles).to(dtype)
+        k = rotate(rms_norm(k.float(), self.key_norm, eps), *angles).to(dtype)
+        # Plain products: torch's fused attention takes three times as long backwards on so small heads and blocks.
+        # Query heads of one key head are rows of one product; the keys of a unit are the clean units' and its own.
+        queries = q.view(num_rows * num_units, size, config.num_kv_heads, -1, config.head_dim)
+        queries = queries.transpose(1, 2).flatten(2, 3)
+        keys, values = _with_clean(k, num_clean), _with_clean(v, num_clean)
+        hidden = ~visible.flatten(0, 1).repeat_interleave(size, dim=1)[:, None, None]
+        scores = (queries @ keys.mT).float() * config.head_dim**-0.5
+        out = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(dtype) @ values
+        heads_of = (num_rows, num_units, config.num_kv_heads, size, -1)
+        return _linear(out.view(heads_of).transpose(2, 3).flatten(3), self.dense)
+
+    def feed_forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x: [T, H]; what is to be added to it."""
+        out: Tensor = self.mlp(rms_norm(x, self.post_attention_norm, self.config.rms_norm_eps), dtype)
+        return out
 
     def published_tensors(self, prefix: str) -> dict[str, Tensor]:
         return {
@@ -165,6 +186,13 @@ class Layer(nn.Module):
             f"{prefix}attention.dense.weight": self.dense,
             **self.mlp.published_tensors(f"{prefix}mlp."),
         }
+
+
+def _with_clean(heads: Tensor, num_clean: int) -> Tensor:
+    """[N, U, B, heads, head_dim] -> [N * U, heads, (num_clean + 1) * B, head_dim]: the clean units, then its own."""
+    heads = heads.transpose(2, 3)
+    clean = heads[:, :num_clean].transpose(1, 2).flatten(2, 3)
+    return torch.cat((clean[:, None].expand(-1, heads.shape[1], -1, -1, -1), heads), dim=3).flatten(0, 1)
 
 
 class TrainedModel(nn.Module):
@@ -180,32 +208,34 @@ class TrainedModel(nn.Module):
         self.norm = _ones(hidden)
         self.lm_head = _matrix(generator, vocab_size, hidden)
 
-    def forward(self, ids: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """ids, positions: int64 [N, L]; visible: bool [N, L, L], which keys a query sees. Hidden states [N, L, H]."""
+    def forward(self, batch: NoisyBatch, wanted: Tensor, dtype: torch.dtype) -> Tensor:
+        """Logits float32 [T, V] of the tokens where `wanted`, bool [N, U, B]; products are computed in `dtype`."""
         config = self.config
-        angles = rope_angles(positions, config.rotary_dim, config.rope_theta, torch.float32)
-        x = embedding(ids, self.embedding)
-        for layer in self.layers:
-            x = layer(x, angles, visible[:, None])
-        return rms_norm(x, self.norm, config.rms_norm_eps)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [..., vocab_size]."""
-        return linear(hidden, self.lm_head).float()
+        angles = rope_angles(batch.positions, config.rotary_dim, config.rope_theta, torch.float32)
+        x = embedding(batch.ids, self.embedding)
+        layers: list[Layer] = list(self.layers)  # type: ignore[arg-type]
+        for layer in layers:
+            x = x + layer.attend(x, angles, batch.num_clean, batch.visible, dtype)
+            # Nobody attends to what comes out of the last layer.
+            tokens = x[wanted] if layer is layers[-1] else x.flatten(0, 2)
+            tokens = tokens + layer.feed_forward(tokens, dtype)
+            x = tokens if layer is layers[-1] else tokens.view_as(x)
+        return _linear(rms_norm(x, self.norm, config.rms_norm_eps).to(dtype), self.lm_head).float()
 
     def move_bias(self, step_size: float) -> None:
         """Every gate's, by the load since the last time."""
-        for layer in self.layers:
-            if isinstance(layer.mlp, Moe):
-                layer.mlp.move_bias(step_size)
+        for module in self.modules():
+            if isinstance(module, Moe):
+                module.move_bias(step_size)
 
     def published_tensors(self) -> dict[str, Tensor]:
         """By the names of a published checkpoint: parameters, or views into them."""
-        tensors = {
+        tensors: dict[str, Tensor] = {
             "model.word_embeddings.weight": self.embedding,
             "model.norm.weight": self.norm,
             "lm_head.weight": self.lm_head,
         }
         for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
             tensors |= layer.published_tensors(f"model.layers.{index}.")
         return {name: tensor.detach() for name, tensor in tensors.items()}

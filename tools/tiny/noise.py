@@ -15,13 +15,14 @@ SHOWN_WEIGHT = 0.2  # at right tokens among wrong ones
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """U blocks of B tokens for each of N problems; blocks that only fill up see themselves and weigh nothing."""
+    """N problems of U units each, blocks of B tokens: `num_clean` clean ones first, then noisy ones."""
 
-    ids: Tensor  # int64 [N, U * B]
-    positions: Tensor  # int64 [N, U * B]
-    visible: Tensor  # bool [N, U * B, U * B]: a block sees itself and the clean ones before it
-    labels: Tensor  # int64 [N, U * B]
-    weights: Tensor  # float32 [N, U * B]: of the loss at each token
+    ids: Tensor  # int64 [N, U, B]
+    positions: Tensor  # int64 [N, U, B]
+    num_clean: int
+    visible: Tensor  # bool [N, U, num_clean + 1]: which clean units a unit sees, and itself
+    labels: Tensor  # int64 [N, U, B]
+    weights: Tensor  # float32 [N, U, B]: of the loss at each token; units that only fill up have none
 
 
 def noisy_batch(
@@ -34,31 +35,26 @@ def noisy_batch(
     3. Random masks, and some of the other tokens replaced by wrong ones.
     """
     rows = [_blocks(*pair, block_size) for pair in encoded]
-    num_units = max(len(clean) - 1 + 3 * (len(clean) - first) for clean, first, _ in rows)
+    num_clean = max(len(clean) for clean, _, _ in rows) - 1
+    num_units = num_clean + 3 * max(len(clean) - first for clean, first, _ in rows)
     shape = (len(rows), num_units, block_size)
     ids = torch.zeros(shape, dtype=torch.int64)
     labels, weights = torch.zeros_like(ids), torch.zeros(shape)
     index = torch.zeros(shape[:2], dtype=torch.int64)  # of the block in its sequence
-    is_clean = torch.zeros(shape[:2], dtype=torch.bool)
+    index[:, :num_clean] = torch.arange(num_clean)
     for row, (clean, first, weight) in enumerate(rows):
-        num_clean = len(clean) - 1
-        ids[row, :num_clean] = clean[:-1]
-        index[row, :num_clean] = torch.arange(num_clean)
-        is_clean[row, :num_clean] = True
-        unit = num_clean
+        ids[row, : len(clean) - 1] = clean[:-1]
+        others = clean[clean >= NUM_SPECIAL]
         for block in range(first, len(clean)):
-            copies = slice(unit, unit + 3)
-            noisy, noisy_weight = _copies(
-                clean[block], weight[block], clean[clean >= NUM_SPECIAL], vocab_size, generator
+            at = num_clean + 3 * (block - first)
+            ids[row, at : at + 3], weights[row, at : at + 3] = _copies(
+                clean[block], weight[block], others, vocab_size, generator
             )
-            ids[row, copies], weights[row, copies] = noisy, noisy_weight
-            labels[row, copies], index[row, copies] = clean[block], block
-            unit += 3
-    before = is_clean[:, None, :] & (index[:, None, :] < index[:, :, None])
-    sees = before | torch.eye(num_units, dtype=torch.bool)
-    visible = sees.repeat_interleave(block_size, dim=1).repeat_interleave(block_size, dim=2)
+            labels[row, at : at + 3], index[row, at : at + 3] = clean[block], block
+    # A row's clean units that only fill up come after all its blocks.
+    visible = torch.cat((torch.arange(num_clean) < index[..., None], torch.ones(*shape[:2], 1, dtype=torch.bool)), 2)
     positions = index[..., None] * block_size + torch.arange(block_size)
-    return NoisyBatch(ids.flatten(1), positions.flatten(1), visible, labels.flatten(1), weights.flatten(1))
+    return NoisyBatch(ids, positions, num_clean, visible, labels, weights)
 
 
 def _blocks(turn: list[int], answer: list[int], block_size: int) -> tuple[Tensor, int, Tensor]:

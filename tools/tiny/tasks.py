@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -89,7 +90,7 @@ def total(rng: random.Random) -> tuple[str, str]:
 def chain(rng: random.Random) -> tuple[str, str]:
     """Who hears it after whom, of five to fourteen names; who tells whom stands in no order."""
     names = rng.sample(NAMES, rng.randint(5, 14))
-    told = [f"{teller} tells {hearer}." for teller, hearer in zip(names, names[1:], strict=False)]
+    told = [f"{teller} tells {hearer}." for teller, hearer in itertools.pairwise(names)]
     rng.shuffle(told)
     return f"{' '.join(told)} Who hears it from {names[0]} on?", " ".join(names)
 
