@@ -28,18 +28,20 @@ from torch.nn.functional import cross_entropy
 from tools.tiny import tasks
 from tools.tiny.evaluate import evaluate
 from tools.tiny.model import BLOCK_SIZE, CONFIG, TrainedModel
-from tools.tiny.noise import noisy_batch
+from tools.tiny.noise import MASK_ID, NoisyBatch, noisy_batch
 from tools.tiny.tokens import TOKENIZER_CONFIG, encode, make_tokenizer
 
 STEPS = 12_000
 PROBLEMS_PER_STEP, PARTS = 24, 2  # parts of like lengths, one after the other
 MUON_LR, MUON_DECAY, ADAM_LR = 0.02, 0.01, 4e-3
 WARM_UP_STEPS = 100
+DTYPE = torch.bfloat16  # of the products
 BIAS_STEP = 2e-3
 MAX_NORM = 1.0
 # Copying comes first, and everything else is easier once it is there.
 FIRST_STEPS = 2000
 FIRST_SHARES: Mapping[tasks.Task, int] = {**tasks.SHARES, tasks.repeat: 35}
+GUESSES_FROM = 4000  # the step from which some wrong tokens are the model's own; before, it has not learned enough
 # Problems of other seeds than those that are learned from (the seed, then the step).
 TEST_SEED, SHIPPED_SEED = 10**9, 10**9 + 1
 NUM_TEST, NUM_SHIPPED = 100, 500
@@ -87,13 +89,16 @@ class Training:
             noisy_batch(encoded[at : at + size], BLOCK_SIZE, self.config["vocab_size"], generator)
             for at in range(0, num_problems, size)
         ]
-        total_weight = float(sum(batch.weights.sum() for batch in batches))
+        if number >= GUESSES_FROM:
+            self._guess(batches[number % len(batches)], generator)
+        weights = [batch.weights() for batch in batches]
+        total_weight = sum(float(part.sum()) for part in weights)
         total_loss = 0.0
-        for batch in batches:
-            counts = batch.weights > 0
-            logits = self.model(batch, counts, torch.bfloat16)
+        for batch, part in zip(batches, weights, strict=True):
+            counts = part > 0
+            logits = self.model(batch, counts, DTYPE)
             losses = cross_entropy(logits, batch.labels[counts], reduction="none")
-            loss = (losses * batch.weights[counts]).sum() / total_weight
+            loss = (losses * part[counts]).sum() / total_weight
             loss.backward()  # type: ignore[no-untyped-call]
             total_loss += loss.item()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
@@ -105,6 +110,17 @@ class Training:
         self.model.move_bias(BIAS_STEP * rate_at(number, num_steps))
         self.progress.step += 1
         return total_loss
+
+    @torch.no_grad()
+    def _guess(self, batch: NoisyBatch, generator: torch.Generator) -> None:
+        """Third copies become what the model makes of the first ones in a step: masks it is sure of are tokens, and
+        some of them wrong ones."""
+        first = batch.first_copies()
+        masked = (first.ids == MASK_ID) & (first.answer > 0)
+        confidence, tokens = self.model(first, masked, DTYPE).softmax(-1).max(-1)
+        threshold = 0.3 + 0.6 * torch.rand(1, generator=generator)
+        first.ids[masked] = torch.where(confidence > threshold, tokens, MASK_ID)
+        batch.set_third_copies(first.ids)
 
     def save(self, path: Path) -> None:
         """Whole or not at all."""
