@@ -16,8 +16,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
 from tools.tiny import tasks
+from tools.tiny.card import card
 from tools.tiny.evaluate import evaluate
 from tools.tiny.model import BLOCK_SIZE, CONFIG, TrainedModel
 from tools.tiny.noise import MASK_ID, NoisyBatch, noisy_batch
@@ -45,6 +46,8 @@ GUESSES_FROM = 4000  # the step from which some wrong tokens are the model's own
 # Problems of other seeds than those that are learned from (the seed, then the step).
 TEST_SEED, SHIPPED_SEED = 10**9, 10**9 + 1
 NUM_TEST, NUM_SHIPPED = 100, 500
+NUM_MEASURED = 200
+OUT, SAVED_NAME = Path("build/tiny-llada2"), "training.pt"
 SAVE_EVERY_S, SHOW_EVERY_S = 120.0, 20.0
 
 
@@ -56,7 +59,6 @@ class Progress:
     step: int = 0
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    history: list[tuple[int, float]] = field(default_factory=list)  # step and loss, now and then
 
 
 class Training:
@@ -77,8 +79,9 @@ class Training:
             (torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0), ADAM_LR),
         ]
 
-    def step(self, num_steps: int, num_problems: int = PROBLEMS_PER_STEP) -> float:
+    def step(self, num_steps: int) -> float:
         """One step of `num_steps`; the loss before it. Everything drawn depends on seed and step alone."""
+        num_problems = PROBLEMS_PER_STEP
         number, seed = self.progress.step, f"{self.progress.seed} {self.progress.step}"
         shares = FIRST_SHARES if number < FIRST_STEPS else tasks.SHARES
         encoded = encode(self.tokenizer, list(itertools.islice(tasks.problems(seed, shares), num_problems)))
@@ -177,33 +180,45 @@ def train(training: Training, num_steps: int, folder: Path, test_every: int) -> 
             mean = sum(losses) / len(losses)
             left_s = (now - started_at) / (progress.step - first) * (num_steps - progress.step)
             print(f"step {progress.step} of {num_steps}, loss {mean:.4f}, {left_s / 60:.0f} min left", flush=True)
-            progress.history.append((progress.step, mean))
             losses, shown_at = [], now
         if now - saved_at > SAVE_EVERY_S:
-            training.save(folder / "training.pt")
+            training.save(folder / SAVED_NAME)
             saved_at = time.monotonic()
         if progress.step % test_every == 0 and progress.step < num_steps:
-            training.export(folder / "model")
-            print(f"step {progress.step}: {evaluate(folder / 'model', test, 'LowConfidence').text()}", flush=True)
-    training.save(folder / "training.pt")
+            training.export(folder)
+            print(f"step {progress.step}: {evaluate(folder, test, 'LowConfidence').text()}", flush=True)
+    training.save(folder / SAVED_NAME)
     return progress.step >= num_steps
 
 
-def main() -> int:
+def measure(training: Training, folder: Path) -> None:
+    """The finished checkpoint on its first problems, with its README."""
+    results = []
+    for algorithm in ("LowConfidence", "JointThreshold"):
+        results.append(evaluate(folder, tasks.fresh(SHIPPED_SEED, NUM_MEASURED), algorithm))
+        print(results[-1].text(), flush=True)
+    num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    progress = asdict(training.progress)
+    (folder / "README.md").write_text(
+        card(folder.name, training.config, BLOCK_SIZE, num_parameters, NUM_SHIPPED, results, progress)
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 the checkpoint is there, 2 wrong usage, 3 stopped before the end."""
     parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of training.pt and of model/")
-    parser.add_argument("--steps", type=int, default=STEPS, help="(%(default)s); may be changed until half of them")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="the checkpoint's folder (%(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="(%(default)s); may be changed until half are done")
     parser.add_argument("--seed", type=int, default=1, help="of weights, problems and noise (%(default)s)")
     parser.add_argument("--test-every", type=int, default=500, metavar="STEPS", help="(%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU (%(default)s)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    training = Training(arguments.seed)
-    if (arguments.out / "training.pt").exists():
+    training, saved = Training(arguments.seed), arguments.out / SAVED_NAME
+    if saved.exists():
         try:
-            training.load(arguments.out / "training.pt")
+            training.load(saved)
         except ValueError as error:
             parser.error(str(error))
         print(f"going on after step {training.progress.step}", flush=True)
@@ -213,10 +228,8 @@ def main() -> int:
     if not is_done:
         print("stopped; run the same command again to go on", file=sys.stderr)
         return 3
-    training.export(arguments.out / "model")
-    fresh = tasks.fresh(SHIPPED_SEED, 200)
-    for algorithm in ("LowConfidence", "JointThreshold"):
-        print(evaluate(arguments.out / "model", fresh, algorithm).text(), flush=True)
+    training.export(arguments.out)
+    measure(training, arguments.out)
     return 0
 
 

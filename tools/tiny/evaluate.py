@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -16,6 +17,7 @@ from common.packing import pack_bits, pack_ids, unpack_ids
 from fdfo.worker.v1 import worker_pb2 as pb
 from tools.tiny.tasks import Problem
 from tools.tiny.tokens import TURN
+from worker_svc.algorithms import ALGORITHMS
 from worker_svc.attention import ATTENTION_BACKENDS
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.loop_config import LoopConfig
@@ -36,91 +38,106 @@ class Figures:
     num_right: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by task
     num_asked: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     forwards: list[int] = field(default_factory=list)  # of each block, the one for its KV included
-    wrong: list[tuple[Problem, str]] = field(default_factory=list)  # and what was said instead
 
-    def percentile(self, percent: int) -> float:
+    def percentile(self, percent: int) -> int:
         """Of the forwards per block."""
-        ordered = sorted(self.forwards)
-        return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+        return sorted(self.forwards)[(len(self.forwards) - 1) * percent // 100]
+
+    def mean(self) -> float:
+        """Of the forwards per block."""
+        return statistics.fmean(self.forwards)
 
     def text(self) -> str:
         """One line."""
         tasks = ", ".join(f"{task} {self.num_right[task]}/{count}" for task, count in sorted(self.num_asked.items()))
         return (
             f"{self.algorithm}: {sum(self.num_right.values())} of {sum(self.num_asked.values())} exact ({tasks}); "
-            f"forwards per block: mean {statistics.fmean(self.forwards):.2f}, 10th percentile {self.percentile(10)}, "
+            f"forwards per block: mean {self.mean():.2f}, 10th percentile {self.percentile(10)}, "
             f"90th {self.percentile(90)}, most {max(self.forwards)}"
         )
 
 
-def evaluate(
-    path: Path, problems: Sequence[Problem], algorithm: str, params: Mapping[str, float] | None = None
-) -> Figures:
+def evaluate(path: Path, problems: Iterable[Problem], algorithm: str) -> Figures:
     """Answers by greedy decoding of the checkpoint in `path`, compared with the known ones letter by letter."""
-    folder = read_model_folder(path)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    size = folder.block_size
-    config = LoopConfig(
-        fingerprint=folder.fingerprint,
-        block_size=size,
-        mask_token_id=folder.mask_token_id,
-        context_length=CONTEXT_LENGTH,
-        page_size=size,
-        num_slots=1,
-        num_pages=CONTEXT_LENGTH // size,
-        chunked_prefill_size=CONTEXT_LENGTH,
-        fused_commit=False,
-    )
-    runner = TorchModelRunner(load_model(folder, dtype=torch.float32, device="cpu"), ATTENTION_BACKENDS["torch"]())
-    loop = DenoiseLoop(runner, config, lambda: 0.0)
-    figures, next_round = Figures(algorithm), 1
-    for number, problem in enumerate(problems):
-        prompt = tokenizer.encode(TURN.format(prompt=problem.prompt)).ids
-        first = len(prompt) // size * size
-        tail = prompt[first:]
+    worker = _Worker(path, algorithm)
+    figures = Figures(algorithm)
+    for problem in problems:
+        answer = worker.answer(tokenizer.encode(TURN.format(prompt=problem.prompt)).ids, figures.forwards)
+        figures.num_asked[problem.task] += 1
+        figures.num_right[problem.task] += tokenizer.decode(answer) == problem.answer
+    return figures
+
+
+class _Worker:
+    """A loop with one row, and the scheduler's side of its rounds."""
+
+    def __init__(self, path: Path, algorithm: str) -> None:
+        self.folder = read_model_folder(path)
+        self.algorithm = algorithm
+        size = self.folder.block_size
+        config = LoopConfig(
+            fingerprint=self.folder.fingerprint,
+            block_size=size,
+            mask_token_id=self.folder.mask_token_id,
+            context_length=CONTEXT_LENGTH,
+            page_size=size,
+            num_slots=1,
+            num_pages=CONTEXT_LENGTH // size,
+            chunked_prefill_size=CONTEXT_LENGTH,
+        )
+        model = load_model(self.folder, dtype=torch.float32, device="cpu")
+        self.loop = DenoiseLoop(TorchModelRunner(model, ATTENTION_BACKENDS["torch"]()), config, lambda: 0.0)
+        self.num_rounds = 0
+
+    def answer(self, prompt: list[int], forwards: list[int]) -> list[int]:
+        """The ids before the stop token. For each block its forwards are added to `forwards`."""
+        size = self.folder.block_size
+        tail = prompt[len(prompt) // size * size :]
         start = pb.StartRow(
-            request_id=str(number),
+            request_id=str(self.num_rounds),
             attempt=1,
             prompt_length=len(prompt),
-            prefix_ids=pack_ids(prompt[:first]),
-            block_index=first // size,
-            block_ids=pack_ids(tail + [folder.mask_token_id] * (size - len(tail))),
+            prefix_ids=pack_ids(prompt[: len(prompt) - len(tail)]),
+            block_index=len(prompt) // size,
+            block_ids=pack_ids(tail + [self.folder.mask_token_id] * (size - len(tail))),
             block_mask=pack_bits([False] * len(tail) + [True] * (size - len(tail))),
-            algorithm=algorithm,
-            algorithm_params=params,
+            algorithm=self.algorithm,
             sampling=pb.SamplingParams(top_p=1.0),
-            stop_token_ids=folder.stop_token_ids,
+            stop_token_ids=self.folder.stop_token_ids,
             tokens_left=MAX_NEW_TOKENS,
         )
         name = pb.RowNames(request_ids=[start.request_id], sample_indexes=[0], attempts=[1])
-        tokens, forwards, rows = list(tail), 0, None
-        while rows is None or rows.statuses[0] != pb.ROW_STATUS_ENDED:
-            request = pb.RunRoundRequest(
-                scheduler_id="evaluate",
-                generation=1,
-                worker_epoch=loop.epoch,
-                fingerprint=config.fingerprint,
-                round_id=next_round,
-                acked_round_id=next_round - 1,
-                mode=pb.MODE_FDFO,
-                starts=[start] if rows is None else [],
-                continues=None if rows is None else name,
-            )
-            next_round += 1
-            rows = run_fdfo(loop, decode_round(request, loop.start_rules)).rows
-            if rows.errors[0] if rows.errors else False:
-                raise RuntimeError(f"{problem.prompt}: {rows.errors[0]}")
-            forwards += rows.forwards[0]
-            if rows.accept_lengths[0]:
-                tokens = tokens[: len(tokens) // size * size] if len(tokens) % size else tokens
-                tokens += unpack_ids(rows.done_ids)
-                # A block that ends its request is spared the forward for its KV where nothing is edited.
-                is_spared = rows.statuses[0] == pb.ROW_STATUS_ENDED and algorithm != "JointThreshold"
-                figures.forwards.append(forwards + is_spared)
-                forwards = 0
-        said = tokenizer.decode(tokens[len(tail) : rows.end_positions[0] - first])
-        figures.num_asked[problem.task] += 1
-        figures.num_right[problem.task] += said == problem.answer
-        if said != problem.answer:
-            figures.wrong.append((problem, said))
-    return figures
+        row = self._round(starts=[start])
+        ids: list[int] = []
+        num_forwards = row.forwards[0]
+        while True:
+            if row.accept_lengths[0]:
+                ids += unpack_ids(row.done_ids)
+                forwards.append(num_forwards)
+                num_forwards = 0
+            if row.statuses[0] == pb.ROW_STATUS_ENDED:
+                break
+            row = self._round(continues=name)
+            num_forwards += row.forwards[0]
+        if not ALGORITHMS[self.algorithm].edits:
+            forwards[-1] += 1  # the block that ends a request is spared the forward for its KV
+        return ids[len(tail) : row.end_positions[0] - len(prompt) + len(tail)]
+
+    def _round(self, **fields: Any) -> pb.RowReplies:
+        """One round until its row is done."""
+        self.num_rounds += 1
+        request = pb.RunRoundRequest(
+            scheduler_id="evaluate",
+            generation=1,
+            worker_epoch=self.loop.epoch,
+            fingerprint=self.folder.fingerprint,
+            round_id=self.num_rounds,
+            acked_round_id=self.num_rounds - 1,
+            mode=pb.MODE_FDFO,
+            **fields,
+        )
+        rows = run_fdfo(self.loop, decode_round(request, self.loop.start_rules)).rows
+        if rows.errors:
+            raise RuntimeError(rows.errors[0])
+        return rows

@@ -112,7 +112,8 @@ class Moe(nn.Module):
         self.load += chosen.flatten().bincount(minlength=num_experts)
         scale = torch.zeros(len(x), num_experts).scatter(-1, chosen, weights)
         inner = self.experts.inner(x.to(dtype)).view(len(x), num_experts, -1) * scale[..., None].to(dtype)
-        return _linear(inner.flatten(1), self.experts.down_proj) + self.shared(x, dtype)
+        out: Tensor = _linear(inner.flatten(1), self.experts.down_proj) + self.shared(x, dtype)
+        return out
 
     def move_bias(self, step_size: float) -> None:
         """Towards the experts that were chosen too seldom."""

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -165,12 +165,12 @@ def _listed(numbers: list[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print fresh problems."""
     parser = argparse.ArgumentParser(prog="python -m tools.tiny.tasks", description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="how many problems (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="other numbers give other problems (%(default)s)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     for problem in fresh(arguments.seed, arguments.count):
         print(json.dumps(dataclasses.asdict(problem)))
 

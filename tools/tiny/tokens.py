@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -36,6 +37,7 @@ TOKENIZER_CONFIG: dict[str, Any] = {
 }
 
 
+@cache
 def make_tokenizer(vocab_size: int) -> Tokenizer:
     """The special tokens first, then all 256 bytes, then what is most often joined in the problems; always the same."""
     tokenizer = Tokenizer(models.BPE())
