@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench bench-quick eval test test-long chaos soak lint typecheck format protos protos-baseline gpu-check clean
+.PHONY: help venv demo bench bench-quick eval train test test-long chaos soak lint typecheck format protos protos-baseline gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -73,6 +73,9 @@ bench-quick: $(STAMP) ## most of it with five short runs each (about 3 minutes)
 
 eval: $(STAMP) ## the shipped modes give the answers of one request at a time (about 2 minutes)
 	@$(BIN)/python -m bench.evaluate
+
+train: $(STAMP) ## make a small model in build/tiny-llada2 (two cores, up to 2 hours; goes on where it was stopped)
+	@$(BIN)/python -m tools.train_tiny
 
 gpu-check: ## torch attention on CUDA against the CPU; needs a GPU
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py
