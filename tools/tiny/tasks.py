@@ -171,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=100, help="how many problems (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="other numbers give other problems (%(default)s)")
     arguments = parser.parse_args(argv)
+    if arguments.count < 1:
+        parser.error(f"--count {arguments.count}: give 1 or more")
     for problem in fresh(arguments.seed, arguments.count):
         print(json.dumps(dataclasses.asdict(problem)))
 
