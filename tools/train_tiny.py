@@ -209,9 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 the checkpoint is there, 2 wrong usage, 3 stopped before the end."""
     parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="the checkpoint's folder (%(default)s)")
-    parser.add_argument(
-        "--steps", type=whole(1), default=STEPS, help="(%(default)s); may be changed until half are done"
-    )
+    parser.add_argument("--steps", type=whole(1), default=STEPS, help="(%(default)s); may change until half are done")
     parser.add_argument("--seed", type=whole(0), default=1, help="of weights, problems and noise (%(default)s)")
     parser.add_argument("--test-every", type=whole(1), default=500, metavar="STEPS", help="(%(default)s)")
     parser.add_argument("--threads", type=whole(1), default=2, help="of the CPU (%(default)s)")
