@@ -33,7 +33,7 @@ from tools.tiny.model import BLOCK_SIZE, CONFIG, TrainedModel
 from tools.tiny.noise import MASK_ID, NoisyBatch, noisy_batch
 from tools.tiny.tokens import TOKENIZER_CONFIG, encode, make_tokenizer
 
-STEPS = 12_000
+STEPS = 5000
 PROBLEMS_PER_STEP, PARTS = 24, 2  # parts of like lengths, one after the other
 MUON_LR, MUON_DECAY, ADAM_LR = 0.02, 0.01, 4e-3
 WARM_UP_STEPS = 100
@@ -41,9 +41,9 @@ DTYPE = torch.bfloat16  # of the products
 BIAS_STEP = 2e-3
 MAX_NORM = 1.0
 # Copying comes first, and everything else is easier once it is there.
-FIRST_STEPS = 2000
+FIRST_STEPS = 1000
 FIRST_SHARES: Mapping[tasks.Task, int] = {**tasks.SHARES, tasks.repeat: 35}
-GUESSES_FROM = 4000  # the step from which some wrong tokens are the model's own; before, it has not learned enough
+GUESSES_FROM = 2000  # the step from which some wrong tokens are the model's own; before, it has not learned enough
 # Problems of other seeds than those that are learned from (the seed, then the step).
 TEST_SEED, SHIPPED_SEED = 10**9, 10**9 + 1
 NUM_TEST, NUM_SHIPPED = 100, 500
