@@ -43,7 +43,19 @@ MAX_NORM = 1.0
 # Copying comes first, and everything else is easier once it is there.
 FIRST_STEPS = 1000
 FIRST_SHARES: Mapping[tasks.Task, int] = {**tasks.SHARES, tasks.repeat: 35}
-GUESSES_FROM = 1700  # the step from which most third copies are the model's own; before, it has not learned enough
+# The step from which most third copies are the model's own guesses; before, it has not learned enough.
+GUESSES_FROM = 1700
+# The step from which there is more to work out: in the problems, and as guesses then go on from an answer's beginning.
+LAST_FROM = 2300
+LAST_SHARES: Mapping[tasks.Task, int] = {
+    tasks.word_problem: 30,
+    tasks.total: 25,
+    tasks.chain: 25,
+    tasks.count: 6,
+    tasks.sort: 8,
+    tasks.repeat: 4,
+    tasks.fact: 2,
+}
 # Problems of other seeds than those that are learned from (the seed, then the step).
 TEST_SEED, SHIPPED_SEED = 10**9, 10**9 + 1
 NUM_TEST, NUM_SHIPPED = 100, 500
@@ -84,7 +96,7 @@ class Training:
         """One step of `num_steps`; the loss before it. Everything drawn depends on seed and step alone."""
         num_problems = PROBLEMS_PER_STEP
         number, seed = self.progress.step, f"{self.progress.seed} {self.progress.step}"
-        shares = FIRST_SHARES if number < FIRST_STEPS else tasks.SHARES
+        shares = FIRST_SHARES if number < FIRST_STEPS else tasks.SHARES if number < LAST_FROM else LAST_SHARES
         encoded = encode(self.tokenizer, list(itertools.islice(tasks.problems(seed, shares), num_problems)))
         encoded.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         generator = torch.Generator().manual_seed(self.progress.seed * 1_000_000 + number)
@@ -95,7 +107,7 @@ class Training:
         ]
         if number >= GUESSES_FROM:
             for batch in batches:
-                self._guess(batch, generator)
+                self._guess(batch, 0 if number < LAST_FROM else 1, generator)
         weights = [batch.weights() for batch in batches]
         total_weight = sum(float(part.sum()) for part in weights)
         total_loss = 0.0
@@ -117,15 +129,15 @@ class Training:
         return total_loss
 
     @torch.no_grad()
-    def _guess(self, batch: NoisyBatch, generator: torch.Generator) -> None:
-        """Most third copies become what the model makes of the first ones in a step: what it is sure of is filled, and
-        sometimes wrongly; what must be worked out is left, with all around it that can be known before."""
-        first = batch.first_copies()
-        masked = (first.ids == MASK_ID) & (first.answer > 0)
-        confidence, tokens = self.model(first, masked, DTYPE).softmax(-1).max(-1)
-        threshold = 0.4 + 0.6 * torch.rand(len(first.ids), 1, 1, generator=generator).expand_as(first.ids)[masked]
-        first.ids[masked] = torch.where(confidence > threshold, tokens, MASK_ID)
-        batch.set_third_copies(first.ids)
+    def _guess(self, batch: NoisyBatch, copy: int, generator: torch.Generator) -> None:
+        """Most third copies become what the model makes of the first or second ones (`copy` 0 or 1) in a step: what it
+        is sure of is filled, and sometimes wrongly; what must be worked out is left."""
+        source = batch.with_copy(copy)
+        masked = (source.ids == MASK_ID) & (source.answer > 0)
+        confidence, tokens = self.model(source, masked, DTYPE).softmax(-1).max(-1)
+        threshold = 0.4 + 0.6 * torch.rand(len(source.ids), 1, 1, generator=generator).expand_as(source.ids)[masked]
+        source.ids[masked] = torch.where(confidence > threshold, tokens, MASK_ID)
+        batch.set_third_copies(source.ids)
 
     def save(self, path: Path) -> None:
         """Whole or not at all."""

@@ -30,15 +30,15 @@ class NoisyBatch:
         """Of the loss at each token, float32 [N, U, B]: `answer` at masks and wrong tokens, less at right ones."""
         return self.answer * torch.where(self.ids == self.labels, self.right_weight, 1.0)
 
-    def first_copies(self) -> NoisyBatch:
-        """The same with the clean units and the first copy of each block alone."""
+    def with_copy(self, copy: int) -> NoisyBatch:
+        """The same with the clean units and one copy of each block alone: 0, 1 or 2."""
         num_units = self.ids.shape[1]
-        units = [*range(self.num_clean), *range(self.num_clean, num_units, NUM_COPIES)]
+        units = [*range(self.num_clean), *range(self.num_clean + copy, num_units, NUM_COPIES)]
         rest = (self.labels[:, units], self.answer[:, units], self.right_weight[units])
         return NoisyBatch(self.ids[:, units], self.positions[:, units], self.num_clean, self.visible[:, units], *rest)
 
     def set_third_copies(self, ids: Tensor) -> None:
-        """In three of four problems. ids: of all units of `first_copies`, with what is now in its noisy ones."""
+        """In three of four problems. ids: of all units of `with_copy`, with what is now in its noisy ones."""
         is_set = torch.arange(len(ids)) % 4 > 0
         self.ids[is_set, self.num_clean + 2 :: NUM_COPIES] = ids[is_set, self.num_clean :]
 
