@@ -33,29 +33,26 @@ from tools.tiny.model import BLOCK_SIZE, CONFIG, TrainedModel
 from tools.tiny.noise import MASK_ID, NoisyBatch, noisy_batch
 from tools.tiny.tokens import TOKENIZER_CONFIG, encode, make_tokenizer
 
-STEPS = 5500
+STEPS = 5000
 PROBLEMS_PER_STEP, PARTS = 24, 2  # parts of like lengths, one after the other
 MUON_LR, MUON_DECAY, ADAM_LR = 0.02, 0.01, 4e-3
-WARM_UP_STEPS = 100
+WARM_UP_STEPS, DECAY_SHARE = 100, 0.44
 DTYPE = torch.bfloat16  # of the products
 BIAS_STEP = 2e-3
 MAX_NORM = 1.0
-# Copying comes first, and everything else is easier once it is there.
-FIRST_STEPS = 1000
-FIRST_SHARES: Mapping[tasks.Task, int] = {**tasks.SHARES, tasks.repeat: 35}
-# The step from which most third copies are the model's own guesses; before, it has not learned enough.
-GUESSES_FROM = 1700
-# The step from which there is more to work out: in the problems, and as guesses then go on from an answer's beginning.
-LAST_FROM = 2300
-LAST_SHARES: Mapping[tasks.Task, int] = {
-    tasks.word_problem: 30,
-    tasks.total: 25,
-    tasks.chain: 25,
-    tasks.count: 6,
-    tasks.sort: 8,
-    tasks.repeat: 4,
-    tasks.fact: 2,
-}
+# From which step how often each task comes. Copying is first, as everything else is easier once it is there. `chain` is
+# left when it is plain that it will not be learned in the time.
+PHASES: Sequence[tuple[int, tasks.Shares]] = (
+    (0, {**tasks.ALL, tasks.repeat: 35}),
+    (1000, tasks.ALL),
+    (
+        2300,
+        {**tasks.ALL, tasks.total: 25, tasks.chain: 25, tasks.count: 6, tasks.sort: 8, tasks.repeat: 4, tasks.fact: 2},
+    ),
+    (2800, tasks.SHARES),
+)
+# From which step most third copies are the model's own guesses, and from which they go on from an answer's beginning.
+GUESSES_FROM, GOING_ON_FROM = 1700, 2300
 # Problems of other seeds than those that are learned from (the seed, then the step).
 TEST_SEED, SHIPPED_SEED = 10**9, 10**9 + 1
 NUM_TEST, NUM_SHIPPED = 100, 500
@@ -96,7 +93,7 @@ class Training:
         """One step of `num_steps`; the loss before it. Everything drawn depends on seed and step alone."""
         num_problems = PROBLEMS_PER_STEP
         number, seed = self.progress.step, f"{self.progress.seed} {self.progress.step}"
-        shares = FIRST_SHARES if number < FIRST_STEPS else tasks.SHARES if number < LAST_FROM else LAST_SHARES
+        shares = next(shares for first, shares in reversed(PHASES) if number >= first)
         encoded = encode(self.tokenizer, list(itertools.islice(tasks.problems(seed, shares), num_problems)))
         encoded.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         generator = torch.Generator().manual_seed(self.progress.seed * 1_000_000 + number)
@@ -107,7 +104,7 @@ class Training:
         ]
         if number >= GUESSES_FROM:
             for batch in batches:
-                self._guess(batch, 0 if number < LAST_FROM else 1, generator)
+                self._guess(batch, 0 if number < GOING_ON_FROM else 1, generator)
         weights = [batch.weights() for batch in batches]
         total_weight = sum(float(part.sum()) for part in weights)
         total_loss = 0.0
@@ -170,9 +167,9 @@ class Training:
 
 
 def rate_at(step: int, num_steps: int) -> float:
-    """Share of the learning rate: up in the first steps, flat, and down to nothing over the second half."""
+    """Share of the learning rate: up in the first steps, flat, and down to nothing over the last 44 %."""
     up = min(1.0, (step + 1) / WARM_UP_STEPS)
-    down = min(1.0, (num_steps - step) / (num_steps / 2))
+    down = min(1.0, (num_steps - step) / (num_steps * DECAY_SHARE))
     return min(up, down)
 
 
@@ -222,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 the checkpoint is there, 2 wrong usage, 3 stopped before the end."""
     parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="the checkpoint's folder (%(default)s)")
-    parser.add_argument("--steps", type=whole(1), default=STEPS, help="(%(default)s); may change until half are done")
+    parser.add_argument("--steps", type=whole(1), default=STEPS, help="(%(default)s); may change until half of them")
     parser.add_argument("--seed", type=whole(0), default=1, help="of weights, problems and noise (%(default)s)")
     parser.add_argument("--test-every", type=whole(1), default=500, metavar="STEPS", help="(%(default)s)")
     parser.add_argument("--threads", type=whole(1), default=2, help="of the CPU (%(default)s)")

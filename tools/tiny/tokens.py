@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tools.tiny.tasks import Problem, problems
+from tools.tiny.tasks import ALL, Problem, problems
 
 END, MASK, ROLE_END = "<|endoftext|>", "<|mask|>", "<|role_end|>"
 SPECIAL_TOKENS = (END, MASK, "<role>", "</role>", ROLE_END)
@@ -51,7 +51,7 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    drawn = islice(problems(TRAINING_SEED), NUM_TRAINING_PROBLEMS)
+    drawn = islice(problems(TRAINING_SEED, ALL), NUM_TRAINING_PROBLEMS)
     texts = (f"HUMAN\n{problem.prompt}\nASSISTANT\n{problem.answer}" for problem in drawn)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
