@@ -159,7 +159,7 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config, indent=1) + "\n")
         (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=1) + "\n")
-        self.tokenizer.save(str(folder / "tokenizer.json"))
+        self.tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
         tensors = {name: tensor.contiguous() for name, tensor in self.model.published_tensors().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         lines = (json.dumps(asdict(problem)) + "\n" for problem in tasks.fresh(SHIPPED_SEED, NUM_SHIPPED))
