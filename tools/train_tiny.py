@@ -33,10 +33,10 @@ from tools.tiny.model import BLOCK_SIZE, CONFIG, TrainedModel
 from tools.tiny.noise import MASK_ID, NoisyBatch, noisy_batch
 from tools.tiny.tokens import TOKENIZER_CONFIG, encode, make_tokenizer
 
-STEPS = 5000
 PROBLEMS_PER_STEP, PARTS = 24, 2  # parts of like lengths, one after the other
 MUON_LR, MUON_DECAY, ADAM_LR = 0.02, 0.01, 4e-3
-WARM_UP_STEPS, DECAY_SHARE = 100, 0.44
+# Step and share of the learning rate, in straight lines from each to the next; the training ends with the last.
+RATES = ((0, 0.01), (99, 1.0), (2800, 1.0), (4107, 893 / 2200), (5500, 0.0))
 DTYPE = torch.bfloat16  # of the products
 BIAS_STEP = 2e-3
 MAX_NORM = 1.0
@@ -50,6 +50,10 @@ PHASES: Sequence[tuple[int, tasks.Shares]] = (
         {**tasks.ALL, tasks.total: 25, tasks.chain: 25, tasks.count: 6, tasks.sort: 8, tasks.repeat: 4, tasks.fact: 2},
     ),
     (2800, tasks.SHARES),
+    (
+        3650,
+        {tasks.word_problem: 28, tasks.total: 28, tasks.count: 22, tasks.sort: 12, tasks.repeat: 6, tasks.fact: 4},
+    ),
 )
 # From which step most third copies are the model's own guesses, and from which they go on from an answer's beginning.
 GUESSES_FROM, GOING_ON_FROM = 1700, 2300
@@ -89,8 +93,8 @@ class Training:
             (torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0), ADAM_LR),
         ]
 
-    def step(self, num_steps: int) -> float:
-        """One step of `num_steps`; the loss before it. Everything drawn depends on seed and step alone."""
+    def step(self) -> float:
+        """One step; the loss before it. Everything drawn depends on seed and step alone."""
         num_problems = PROBLEMS_PER_STEP
         number, seed = self.progress.step, f"{self.progress.seed} {self.progress.step}"
         shares = next(shares for first, shares in reversed(PHASES) if number >= first)
@@ -118,10 +122,10 @@ class Training:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         for optimizer, rate in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * rate_at(number, num_steps)
+                group["lr"] = rate * rate_at(number)
             optimizer.step()
             optimizer.zero_grad()
-        self.model.move_bias(BIAS_STEP * rate_at(number, num_steps))
+        self.model.move_bias(BIAS_STEP * rate_at(number))
         self.progress.step += 1
         return total_loss
 
@@ -166,16 +170,15 @@ class Training:
         (folder / "problems.jsonl").write_text("".join(lines))
 
 
-def rate_at(step: int, num_steps: int) -> float:
-    """Share of the learning rate: up in the first steps, flat, and down to nothing over the last 44 %."""
-    up = min(1.0, (step + 1) / WARM_UP_STEPS)
-    down = min(1.0, (num_steps - step) / (num_steps * DECAY_SHARE))
-    return min(up, down)
+def rate_at(step: int) -> float:
+    """Share of the learning rate, by RATES."""
+    (first, rate), (last, last_rate) = next(pair for pair in itertools.pairwise(RATES) if step <= pair[1][0])
+    return rate + (last_rate - rate) * (step - first) / (last - first)
 
 
-def train(training: Training, num_steps: int, folder: Path, test_every: int) -> bool:
-    """Step on to `num_steps`, saving to `folder` now and then and on SIGTERM; whether all steps were done."""
-    progress, stops = training.progress, []
+def train(training: Training, folder: Path, test_every: int) -> bool:
+    """Step on to the end, saving to `folder` now and then and on SIGTERM; whether all steps were done."""
+    progress, num_steps, stops = training.progress, RATES[-1][0], []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stops.append(1))
     wall_s, cpu_s, first = progress.wall_s, progress.cpu_s, progress.step
@@ -184,7 +187,7 @@ def train(training: Training, num_steps: int, folder: Path, test_every: int) -> 
     test = tasks.fresh(TEST_SEED, NUM_TEST)
     losses: list[float] = []
     while progress.step < num_steps and not stops:
-        losses.append(training.step(num_steps))
+        losses.append(training.step())
         now = time.monotonic()
         progress.wall_s, progress.cpu_s = wall_s + now - started_at, cpu_s + time.process_time() - cpu_started_at
         if now - shown_at > SHOW_EVERY_S:
@@ -219,7 +222,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 the checkpoint is there, 2 wrong usage, 3 stopped before the end."""
     parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="the checkpoint's folder (%(default)s)")
-    parser.add_argument("--steps", type=whole(1), default=STEPS, help="(%(default)s); may change until half of them")
     parser.add_argument("--seed", type=whole(0), default=1, help="of weights, problems and noise (%(default)s)")
     parser.add_argument("--test-every", type=whole(1), default=500, metavar="STEPS", help="(%(default)s)")
     parser.add_argument("--threads", type=whole(1), default=2, help="of the CPU (%(default)s)")
@@ -233,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
         print(f"going on after step {training.progress.step}", flush=True)
-    is_done = train(training, arguments.steps, arguments.out, arguments.test_every)
+    is_done = train(training, arguments.out, arguments.test_every)
     progress = training.progress
     print(f"{progress.step} steps in {progress.wall_s / 60:.1f} min, {progress.cpu_s / 60:.1f} min of CPU time")
     if not is_done:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from common.model_folder import read_model_folder
 from scheduler_svc.text import TextCodec
+from tests.model.checkpoints import SHIPPED_MODEL
 from tests.model.reference import reference_logits
 from tools import train_tiny
 from tools.tiny import tasks
@@ -105,7 +106,7 @@ def test_the_training_forward_is_that_of_the_exported_checkpoint(tmp_path: Path)
     worker's loader takes."""
     training = Training(1, MICRO)
     for _ in range(2):
-        training.step(10)
+        training.step()
     training.export(tmp_path)
     tensors = weights_of(training)
     assert any(tensor.any() for name, tensor in tensors.items() if name.endswith("expert_bias"))
@@ -128,9 +129,9 @@ def test_the_training_forward_is_that_of_the_exported_checkpoint(tmp_path: Path)
 
 def test_the_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty steps at the full rate take it from that of a guess to well below."""
-    monkeypatch.setattr(train_tiny, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(train_tiny, "RATES", ((0, 1.0), (20, 1.0)))
     training = Training(1, MICRO)
-    losses = [training.step(1000) for _ in range(20)]
+    losses = [training.step() for _ in range(20)]
     assert losses[0] > 6.3
     assert sum(losses[-5:]) / 5 < 5.3
 
@@ -157,25 +158,25 @@ def test_guesses_replace_third_copies(copy: int) -> None:
 def test_a_resumed_run_equals_an_unbroken_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Four steps, and two, a file and two more: the same losses and weights bit for bit, with guesses and decay."""
     monkeypatch.setattr(train_tiny, "GUESSES_FROM", 1)
+    monkeypatch.setattr(train_tiny, "RATES", ((0, 1.0), (4, 0.0)))
     whole, broken = Training(3, MICRO), Training(3, MICRO)
-    losses = [whole.step(4) for _ in range(4)]
-    assert [broken.step(4) for _ in range(2)] == losses[:2]
+    losses = [whole.step() for _ in range(4)]
+    assert [broken.step() for _ in range(2)] == losses[:2]
     broken.save(tmp_path / "training.pt")
     resumed = Training(3, MICRO)
     resumed.load(tmp_path / "training.pt")
-    assert [resumed.step(4) for _ in range(2)] == losses[2:]
+    assert [resumed.step() for _ in range(2)] == losses[2:]
     expected = weights_of(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(resumed).items())
-    assert Training(4, MICRO).step(4) != losses[0]
+    assert Training(4, MICRO).step() != losses[0]
     with pytest.raises(ValueError, match=r"training\.pt is of seed 3: give --seed 3 or another --out"):
         Training(4, MICRO).load(tmp_path / "training.pt")
 
 
-def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
-    """Up over the first 100 steps, flat over half of them whatever their number, then down in a line."""
-    rates = [rate_at(step, 1000) for step in (0, 49, 99, 560, 780, 1000)]
-    assert rates == pytest.approx([0.01, 0.5, 1, 1, 0.5, 0])
-    assert all(rate_at(step, 1000) == rate_at(step, 3000) for step in range(561))
+def test_the_rate_goes_in_straight_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each point is met, and half way between two of them is half of both."""
+    monkeypatch.setattr(train_tiny, "RATES", ((0, 0.5), (10, 1.0), (20, 1.0), (40, 0.0)))
+    assert [rate_at(step) for step in (0, 5, 10, 15, 20, 30, 40)] == [0.5, 0.75, 1, 1, 1, 0.5, 0]
 
 
 def test_sigterm_leaves_a_file_to_go_on_from(
@@ -183,15 +184,15 @@ def test_sigterm_leaves_a_file_to_go_on_from(
 ) -> None:
     """The step that runs is finished and saved; the same command goes on after it to a folder that is served."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    monkeypatch.setattr(train_tiny, "CONFIG", MICRO)
+    monkeypatch.setattr(train_tiny, "RATES", ((0, 1.0), (2, 0.0)))
     monkeypatch.setattr(Training, "__init__", _micro_init)
     step = Training.step
 
-    def stopped(self: Training, num_steps: int) -> float:
+    def stopped(self: Training) -> float:
         os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, num_steps)
+        return step(self)
 
-    command = ["--out", str(tmp_path / "micro"), "--steps", "2", "--threads", "1"]
+    command = ["--out", str(tmp_path / "micro"), "--threads", "1"]
     try:
         monkeypatch.setattr(Training, "step", stopped)
         assert train_tiny.main(command) == 3
@@ -238,7 +239,7 @@ def test_the_evaluation_counts_right_answers_and_forwards() -> None:
         tasks.Problem("count", "Count from 3 to 7.", "3 4 5 6 7"),
         tasks.Problem("none", "Count from 3 to 7.", "8"),
     ]
-    figures = evaluate(Path("models/tiny-llada2"), problems, "LowConfidence")
+    figures = evaluate(SHIPPED_MODEL, problems, "LowConfidence")
     assert dict(figures.num_right) == {"count": 1, "none": 0}
     assert dict(figures.num_asked) == {"count": 1, "none": 1}
     assert min(figures.forwards) >= 2 and len(figures.forwards) == 2

@@ -37,7 +37,7 @@ for its KV.
 |---|{rules}|
 {by_task}
 
-How it was made: `python -m tools.train_tiny --seed {seed} --steps {steps}`, in {minutes:.0f} minutes on two threads
+How it was made: `python -m tools.train_tiny --seed {seed}`, {steps} steps in {minutes:.0f} minutes on two threads
 ({cpu_minutes:.0f} minutes of CPU time). Part of the noise were wrong tokens, random ones and the model's own, so that
 edits by `JointThreshold` mean something.
 """
