@@ -50,13 +50,11 @@ PHASES: Sequence[tuple[int, tasks.Shares]] = (
         {**tasks.ALL, tasks.total: 25, tasks.chain: 25, tasks.count: 6, tasks.sort: 8, tasks.repeat: 4, tasks.fact: 2},
     ),
     (2800, tasks.SHARES),
-    (
-        3650,
-        {tasks.word_problem: 28, tasks.total: 28, tasks.count: 22, tasks.sort: 12, tasks.repeat: 6, tasks.fact: 4},
-    ),
+    (3650, {**tasks.SHARES, tasks.word_problem: 28, tasks.total: 28, tasks.count: 22, tasks.repeat: 6, tasks.fact: 4}),
 )
-# From which step most third copies are the model's own guesses, and from which they go on from an answer's beginning.
-GUESSES_FROM, GOING_ON_FROM = 1700, 2300
+# From which step most third copies are the model's own guesses: of which copy, and with what lowest and highest
+# threshold. The last ones hold more wrong tokens.
+GUESSES = ((1700, 0, 0.4, 1.0), (2300, 1, 0.4, 1.0), (4700, 1, 0.3, 0.7))
 # Problems of other seeds than those that are learned from (the seed, then the step).
 TEST_SEED, SHIPPED_SEED = 10**9, 10**9 + 1
 NUM_TEST, NUM_SHIPPED = 100, 500
@@ -106,9 +104,8 @@ class Training:
             noisy_batch(encoded[at : at + size], BLOCK_SIZE, self.config["vocab_size"], generator)
             for at in range(0, num_problems, size)
         ]
-        if number >= GUESSES_FROM:
-            for batch in batches:
-                self._guess(batch, 0 if number < GOING_ON_FROM else 1, generator)
+        for batch in batches if number >= GUESSES[0][0] else ():
+            self._guess(batch, generator)
         weights = [batch.weights() for batch in batches]
         total_weight = sum(float(part.sum()) for part in weights)
         total_loss = 0.0
@@ -130,13 +127,17 @@ class Training:
         return total_loss
 
     @torch.no_grad()
-    def _guess(self, batch: NoisyBatch, copy: int, generator: torch.Generator) -> None:
-        """Most third copies become what the model makes of the first or second ones (`copy` 0 or 1) in a step: what it
-        is sure of is filled, and sometimes wrongly; what must be worked out is left."""
+    def _guess(self, batch: NoisyBatch, generator: torch.Generator) -> None:
+        """Most third copies become what the model makes of first or second ones in a step: what it is sure of is
+        filled, and sometimes wrongly; what must be worked out is left."""
+        _, copy, lowest, highest = [guesses for guesses in GUESSES if self.progress.step >= guesses[0]][-1]
         source = batch.with_copy(copy)
         masked = (source.ids == MASK_ID) & (source.answer > 0)
         confidence, tokens = self.model(source, masked, DTYPE).softmax(-1).max(-1)
-        threshold = 0.4 + 0.6 * torch.rand(len(source.ids), 1, 1, generator=generator).expand_as(source.ids)[masked]
+        threshold = (
+            lowest
+            + (highest - lowest) * torch.rand(len(source.ids), 1, 1, generator=generator).expand_as(source.ids)[masked]
+        )
         source.ids[masked] = torch.where(confidence > threshold, tokens, MASK_ID)
         batch.set_third_copies(source.ids)
 

@@ -137,14 +137,15 @@ def test_the_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("copy", [0, 1])
-def test_guesses_replace_third_copies(copy: int) -> None:
+def test_guesses_replace_third_copies(monkeypatch: pytest.MonkeyPatch, copy: int) -> None:
     """In three of four problems they are the first or second ones with some masks guessed, in the fourth as drawn."""
+    monkeypatch.setattr(train_tiny, "GUESSES", ((0, copy, 0.2, 0.8), (1, 2, 0.0, 0.0)))
     training = Training(1, MICRO)
     batch, _ = a_batch(seed=2)
     before = batch.ids.clone()
     with torch.no_grad():
         training.model.lm_head.mul_(100)  # sure of something everywhere
-    training._guess(batch, copy, torch.Generator().manual_seed(0))
+    training._guess(batch, torch.Generator().manual_seed(0))
     source, third = (batch.ids[:, batch.num_clean + place :: NUM_COPIES] for place in (copy, 2))
     is_guess = third != source
     is_guess[::4] = False
@@ -157,7 +158,7 @@ def test_guesses_replace_third_copies(copy: int) -> None:
 
 def test_a_resumed_run_equals_an_unbroken_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Four steps, and two, a file and two more: the same losses and weights bit for bit, with guesses and decay."""
-    monkeypatch.setattr(train_tiny, "GUESSES_FROM", 1)
+    monkeypatch.setattr(train_tiny, "GUESSES", ((1, 0, 0.0, 0.1), (3, 1, 0.0, 0.1)))
     monkeypatch.setattr(train_tiny, "RATES", ((0, 1.0), (4, 0.0)))
     whole, broken = Training(3, MICRO), Training(3, MICRO)
     losses = [whole.step() for _ in range(4)]
