@@ -27,7 +27,7 @@ What it learned, generated problems only (`problems.jsonl`: {num_problems} fresh
 Outside these it writes nonsense.
 
 Measured on the first {num_asked} problems, temperature 0, float32, letter by letter. Of a block's forwards the last is
-for its KV.
+for its KV: by default it is the next block's first one too, and the block that ends a request is spared it.
 
 | algorithm | exact | forwards per block: mean | 10th percentile | 90th | most |
 |---|---|---|---|---|---|

@@ -78,12 +78,14 @@ def word_problem(rng: random.Random) -> tuple[str, str]:
 
 def total(rng: random.Random) -> tuple[str, str]:
     """A running total of three to six steps; each begins with what the one before gave."""
-    return _running_total(rng, rng.randint(1, 9), rng.randint(3, 6))
-
-
-def long_total(rng: random.Random) -> tuple[str, str]:
-    """A running total of seven to nine steps."""
-    return _running_total(rng, rng.randint(1, 9), rng.randint(7, 9))
+    count = rng.randint(1, 9)
+    told, worked = [f"Start at {count}:"], []
+    for _ in range(rng.randint(3, 6)):
+        _, change = _change(rng, count)
+        told.append(f"{change:+d}")
+        worked.append(f"{count}{change:+d}={count + change}")
+        count += change
+    return " ".join(told), " ".join(worked)
 
 
 def chain(rng: random.Random) -> tuple[str, str]:
@@ -153,16 +155,6 @@ def fresh(seed: int, count: int) -> list[Problem]:
             chosen.append(problem)
         seen.add(problem)
     return chosen
-
-
-def _running_total(rng: random.Random, count: int, num_steps: int) -> tuple[str, str]:
-    told, worked = [f"Start at {count}:"], []
-    for _ in range(num_steps):
-        _, change = _change(rng, count)
-        told.append(f"{change:+d}")
-        worked.append(f"{count}{change:+d}={count + change}")
-        count += change
-    return " ".join(told), " ".join(worked)
 
 
 def _change(rng: random.Random, count: int) -> tuple[int, int]:
