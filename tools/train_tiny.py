@@ -36,12 +36,23 @@ from tools.tiny.tokens import TOKENIZER_CONFIG, encode, make_tokenizer
 PROBLEMS_PER_STEP, PARTS = 24, 2  # parts of like lengths, one after the other
 MUON_LR, MUON_DECAY, ADAM_LR = 0.02, 0.01, 4e-3
 # Step and share of the learning rate, in straight lines from each to the next; the training ends with the last.
-RATES = ((0, 0.01), (99, 1.0), (2800, 1.0), (4107, 893 / 2200), (5500, 0.0))
+RATES = (
+    *((0, 0.01), (99, 1.0), (2800, 1.0), (4107, 893 / 2200), (5500, 0.0)),
+    *((5520, 0.3), (5887, 0.3 * 413 / 780), (5932, 0.3 * 413 / 780 * 85 / 130)),
+)
 DTYPE = torch.bfloat16  # of the products
 BIAS_STEP = 2e-3
 MAX_NORM = 1.0
 # From which step how often each task comes. Copying is first, as everything else is easier once it is there. `chain` is
-# left when it is plain that it will not be learned in the time.
+# left when it is plain that it will not be learned in the time, and long totals come when short ones are known.
+MIXED: tasks.Shares = {
+    tasks.word_problem: 35,
+    tasks.total: 25,
+    tasks.count: 12,
+    tasks.sort: 12,
+    tasks.repeat: 11,
+    tasks.fact: 5,
+}
 PHASES: Sequence[tuple[int, tasks.Shares]] = (
     (0, {**tasks.ALL, tasks.repeat: 35}),
     (1000, tasks.ALL),
@@ -49,8 +60,20 @@ PHASES: Sequence[tuple[int, tasks.Shares]] = (
         2300,
         {**tasks.ALL, tasks.total: 25, tasks.chain: 25, tasks.count: 6, tasks.sort: 8, tasks.repeat: 4, tasks.fact: 2},
     ),
-    (2800, tasks.SHARES),
-    (3650, {**tasks.SHARES, tasks.word_problem: 28, tasks.total: 28, tasks.count: 22, tasks.repeat: 6, tasks.fact: 4}),
+    (2800, MIXED),
+    (3650, {**MIXED, tasks.word_problem: 28, tasks.total: 28, tasks.count: 22, tasks.repeat: 6, tasks.fact: 4}),
+    (
+        5500,
+        {
+            tasks.word_problem: 20,
+            tasks.total: 15,
+            tasks.long_total: 35,
+            tasks.count: 10,
+            tasks.sort: 12,
+            tasks.repeat: 5,
+            tasks.fact: 3,
+        },
+    ),
 )
 # From which step most third copies are the model's own guesses: of which copy, and with what lowest and highest
 # threshold. The last ones hold more wrong tokens.

@@ -47,10 +47,11 @@ def answer_of(problem: Problem) -> str:
             names.append(hears[names[-1]])
         assert set(names) <= set(NAMES) and len(names) == len(sentences) + 1 <= 14
         return " ".join(names)
-    if task == "total":
+    if task in ("total", "long_total"):
         start, changes = re.fullmatch(r"Start at (\d):((?: [+-]\d)+)", prompt).groups()  # type: ignore[union-attr]
         counts = list(itertools.accumulate([int(start), *map(int, changes.split())]))
-        assert 4 <= len(counts) <= 7 and min(counts) >= 1 and max(counts) <= MAX_SUM
+        assert len(counts) - 1 in (range(3, 7) if task == "total" else range(7, 10))
+        assert min(counts) >= 1 and max(counts) <= MAX_SUM
         return " ".join(f"{a}{b - a:+d}={b}" for a, b in itertools.pairwise(counts))
     assert task == "word_problem"
     first, *told, question = re.findall(r"[^.?]+[.?]", prompt)
@@ -81,11 +82,11 @@ def test_every_shipped_problem_is_one_that_the_generator_can_draw() -> None:
 
 
 def test_what_is_drawn_has_the_answer_that_its_words_ask_for() -> None:
-    """A thousand fresh problems of all tasks; every fact and every way to tell a change comes up."""
-    drawn = list(itertools.islice(tasks.problems(3, tasks.ALL), 1000))
+    """Two thousand problems of all tasks; every fact and every way to tell a change comes up."""
+    drawn = [*itertools.islice(tasks.problems(3, tasks.ALL), 1000), *tasks.fresh(3, 1000)]
     for problem in drawn:
         assert problem.answer == answer_of(problem), problem
-    assert {problem.task for problem in drawn} == {task.__name__ for task in tasks.ALL}
+    assert {problem.task for problem in drawn} == {task.__name__ for task in (*tasks.ALL, *tasks.SHARES)}
     told = " ".join(problem.prompt for problem in drawn)
     for words in (r"loses \d", r"gives \d to", r"gives \w+ \d more", r"buys \d more"):
         assert re.search(words, told)
@@ -105,11 +106,11 @@ def test_a_seed_has_its_problems() -> None:
 
 def test_each_total_and_name_follows_from_the_one_before() -> None:
     """A chain names each one that was told of, once; a total goes on from the number that it has just found."""
-    for problem in itertools.islice(tasks.problems(4, tasks.ALL), 300):
+    for problem in [*itertools.islice(tasks.problems(4, tasks.ALL), 300), *tasks.fresh(4, 300)]:
         if problem.task == "chain":
             names = problem.answer.split()
             assert all(f"{teller} tells {hearer}." in problem.prompt for teller, hearer in itertools.pairwise(names))
-        if problem.task == "total":
+        if "total" in problem.task:
             parts = problem.answer.split(" ")
             assert all(re.match(r"\d+", b)[0] == a.split("=")[1] for a, b in itertools.pairwise(parts))  # type: ignore[index]
 

@@ -21,7 +21,8 @@ The prompt of one user turn is `<role>HUMAN</role>` text `<|role_end|><role>ASSI
 What it learned, generated problems only (`problems.jsonl`: {num_problems} fresh ones with task, prompt and answer):
 
 - `word_problem`: one to three changes of a number of things, worked out, sums up to 20
-- `total`: a running total of three to six steps; each begins with what the one before gave, so a block takes many steps
+- `total`, `long_total`: a running total of three to six, seven to nine steps; each begins with what the one before
+  gave, so that a block takes many forwards
 - `count` by ones from at most 50, `sort` of three or four two-digit numbers, `repeat` of up to ten words, 18 facts
 
 Outside these it writes nonsense.
