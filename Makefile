@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo trace-picture dashboard-picture bench bench-quick docs eval test test-long openai-check k8s-check k8s-run chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
+.PHONY: help venv demo trace-picture dashboard-picture bench bench-quick docs eval train test test-long openai-check k8s-check k8s-run chaos soak lint typecheck format protos sync-client protos-baseline gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/\1 \2/p' Makefile | while read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -98,6 +98,9 @@ k8s-run: $(STAMP) ## the pods of overlays/dev-cpu run under podman, as root (10 
 
 k8s-check: $(STAMP) ## the manifests and Dockerfiles in deploy/ against schemas and against the code (part of make test)
 	$(BIN)/python -m pytest tests/deploy
+
+train: $(STAMP) ## make a small model in build/tiny-llada2 (two cores, up to 2 hours; goes on where it was stopped)
+	@$(BIN)/python -m tools.train_tiny
 
 gpu-check: ## CUDA against the CPU, FlashInfer, graphs, then a 16B model's speed; needs a GPU (8 minutes)
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu_check.py

@@ -160,7 +160,7 @@ def test_no_worker_and_another_model_behind_the_address(tmp_path: Path) -> None:
         _wait_until(lambda: health.Check(question).status == not_serving)
         with service(tmp_path / "right", "worker_svc", port=port):
             client.wait_ready(20)
-            assert client.generate("Count from 3 to 7.").text
+            assert client.generate(messages=[{"role": "user", "content": "Count from 3 to 7."}]).text
 
 
 def test_a_wrong_default_algorithm_ends_serve() -> None:

@@ -102,8 +102,9 @@ def test_company_changes_nothing(served: Served) -> None:
 
 def test_samples_and_priorities_over_the_wire(served: Served) -> None:
     """Samples differ, the same seed gives them again in another class, and the first is what one alone would be."""
-    (prompt,) = problems()[:1]
-    request: Options = {**chat(prompt), "ignore_eos": True, "temperature": 1.5, "seed": 3}
+    # All at once, so that sums are drawn before what they are of is known.
+    request: Options = {**chat("Start at 5: +3 -2 +9 -4 +1 +2 -3"), "algorithm_params": {"threshold": 0.0}}
+    request |= {"temperature": 1.5, "seed": 3}
     with Client(served.target) as client:
         samples = client.generate(**request, n=3).samples
         again = client.generate(**request, n=3, priority=5).samples
