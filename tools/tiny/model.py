@@ -15,7 +15,8 @@ from torch.nn.functional import embedding, silu
 from common.architectures import ARCHITECTURES
 from common.architectures.base import Backbone, Experts
 from tools.tiny.noise import NoisyBatch
-from worker_svc.models.decoder import rms_norm, rope_angles, rotate, route
+from worker_svc.models.decoder import rms_norm, rope_angles, rotate
+from worker_svc.models.experts import route
 
 BLOCK_SIZE = 32
 CONFIG: dict[str, Any] = {
