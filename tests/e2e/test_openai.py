@@ -31,6 +31,7 @@ tiny-llada2-eager:
 """
 UNSURE = "Tell me a story about Zoe."  # unlike what the model learned, so that thresholds and draws decide
 COUNT = "Count from 3 to 9."
+LONG = "Start at 9: +3 +2 +2 -1 +1 +4 -8 -6"  # its answer has three blocks
 PROMPTS = (COUNT, UNSURE, "What is the number of days in a week?", "Omar has 2 eggs. Omar buys 4 more. How many eggs?")
 JSON = {"Content-Type": "application/json"}
 # On the simulated device 3000 tokens take some ten seconds.
@@ -144,8 +145,8 @@ def test_a_chat_is_what_our_own_client_gets(door: Door, options: dict[str, Any])
 def test_a_streamed_chat_is_the_same(door: Door) -> None:
     """The pieces are the whole answer, in more than one piece where it has several blocks, and usage comes last."""
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 100, "extra_body": {"ignore_eos": True}}
-    whole = door.chat(UNSURE, **options)
-    chunks = list(door.chat(UNSURE, stream=True, stream_options={"include_usage": True}, **options))
+    whole = door.chat(LONG, **options)
+    chunks = list(door.chat(LONG, stream=True, stream_options={"include_usage": True}, **options))
     assert "".join(texts(chunks)) == whole.choices[0].message.content
     assert len(texts(chunks)) > 1
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
@@ -166,7 +167,7 @@ def test_a_stop_string_never_leaks(door: Door, stop: str) -> None:
 def test_samples_are_those_of_the_seed(door: Door) -> None:
     """n=4 gives the samples that our own client gets, each under its index, whole and streamed. A later one of them has
     fewer forwards, so it ends first."""
-    options: dict[str, Any] = {"temperature": 1.5, "seed": 11, "n": 4}
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 7, "n": 4}
     samples = door.grpc(UNSURE, **options).samples
     ours, forwards = [sample.text for sample in samples], [sample.usage.forwards for sample in samples]
     assert len(set(ours)) == 4 and forwards != sorted(forwards)
