@@ -31,7 +31,7 @@ tiny-llada2-eager:
 """
 UNSURE = "Tell me a story about Zoe."  # unlike what the model learned, so that thresholds and draws decide
 COUNT = "Count from 3 to 9."
-LONG = "Start at 9: +3 +2 +2 -1 +1 +4 -8 -6"  # its answer has three blocks
+TOTALS = "Start at 9: +3 +2 +2 -1 +1 +4 -8 -6"  # its answer has three blocks
 PROMPTS = (COUNT, UNSURE, "What is the number of days in a week?", "Omar has 2 eggs. Omar buys 4 more. How many eggs?")
 JSON = {"Content-Type": "application/json"}
 # On the simulated device 3000 tokens take some ten seconds.
@@ -145,8 +145,8 @@ def test_a_chat_is_what_our_own_client_gets(door: Door, options: dict[str, Any])
 def test_a_streamed_chat_is_the_same(door: Door) -> None:
     """The pieces are the whole answer, in more than one piece where it has several blocks, and usage comes last."""
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 100, "extra_body": {"ignore_eos": True}}
-    whole = door.chat(LONG, **options)
-    chunks = list(door.chat(LONG, stream=True, stream_options={"include_usage": True}, **options))
+    whole = door.chat(TOTALS, **options)
+    chunks = list(door.chat(TOTALS, stream=True, stream_options={"include_usage": True}, **options))
     assert "".join(texts(chunks)) == whole.choices[0].message.content
     assert len(texts(chunks)) > 1
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
