@@ -26,7 +26,7 @@ def test_hadolint_finds_nothing(path: Path) -> None:
 def test_images_run_as_the_user_of_the_pods(path: Path) -> None:
     """Each ends as 65532 with its program as first process, so that it gets SIGTERM itself."""
     lines = path.read_text().splitlines()
-    assert "USER 65532:65532" in lines
+    assert [line for line in lines if line.startswith("USER ")][-1] == "USER 65532:65532"
     assert next(line for line in lines if line.startswith("ENTRYPOINT")).startswith('ENTRYPOINT ["')
 
 
@@ -39,6 +39,16 @@ def test_targets_and_model_of_the_pods() -> None:
     for name in ("scheduler", "worker"):
         assert "cp -r models/tiny-llada2 /opt/fdfo/models/" in (ROOT / f"deploy/docker/{name}.Dockerfile").read_text()
     assert (ROOT / "models/tiny-llada2").is_dir()
+
+
+def test_triton_finds_a_compiler() -> None:
+    """The image for CUDA has the C compiler and the headers that Triton's first kernel needs, and ends without rights."""
+    (stage,) = re.findall(
+        r"^FROM runtime AS cuda$(.*?)^FROM ", (ROOT / "deploy/docker/worker.Dockerfile").read_text(), re.M | re.S
+    )
+    (installed,) = re.findall(r"apt-get install (.*?) \\$", stage, re.M)
+    assert {word.strip("'").partition("=")[0] for word in installed.split()} >= {"gcc", "libc6-dev"}
+    assert re.findall(r"^USER (\S+)$", stage, re.M)[-1] == "65532:65532"
 
 
 def test_what_the_package_is_made_of_reaches_the_build() -> None:
