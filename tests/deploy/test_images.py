@@ -42,7 +42,7 @@ def test_targets_and_model_of_the_pods() -> None:
 
 
 def test_triton_finds_a_compiler() -> None:
-    """The image for CUDA has the C compiler and the headers that Triton's first kernel needs, and ends without rights."""
+    """The image for CUDA has the C compiler and headers that Triton's first kernel needs, and ends without rights."""
     (stage,) = re.findall(
         r"^FROM runtime AS cuda$(.*?)^FROM ", (ROOT / "deploy/docker/worker.Dockerfile").read_text(), re.M | re.S
     )

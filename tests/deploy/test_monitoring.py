@@ -69,6 +69,14 @@ def test_scalers_count_their_own_namespace() -> None:
         assert re.findall(r'namespace="([^"]*)"', query) == [namespace]
 
 
+def test_each_namespace_has_an_alert_for_its_schedulers() -> None:
+    """Where two versions of a model run, the schedulers of one do not hide that the other's are gone."""
+    for name in OVERLAYS:
+        for one in of_kind(build(f"overlays/{name}"), "PrometheusRule"):
+            (query,) = [rule["expr"] for rule in one["spec"]["groups"][0]["rules"] if "absent" in rule["expr"]]
+            assert re.findall(r'namespace="([^"]*)"', query) == [one["metadata"]["namespace"]]
+
+
 def test_every_alert_has_a_runbook() -> None:
     """Its annotation leads to a paragraph of the page for operators, and the page has no other."""
     headings = re.findall(r"^### (Fdfo\w+)$", (MANIFESTS / "README.md").read_text(), re.MULTILINE)
