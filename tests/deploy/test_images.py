@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.manifests import ROOT, build, tool, workloads
+from tests.deploy.manifests import MANIFESTS, OVERLAYS, ROOT, build, tool, workloads
 
+README = MANIFESTS / "README.md"
 DOCKERFILES = sorted((ROOT / "deploy/docker").glob("*.Dockerfile"))
 
 
@@ -49,6 +50,17 @@ def test_triton_finds_a_compiler() -> None:
     (installed,) = re.findall(r"apt-get install (.*?) \\$", stage, re.M)
     assert {word.strip("'").partition("=")[0] for word in installed.split()} >= {"gcc", "libc6-dev"}
     assert re.findall(r"^USER (\S+)$", stage, re.M)[-1] == "65532:65532"
+
+
+def test_no_overlay_asks_for_kernels_that_the_image_lacks() -> None:
+    """The image for CUDA has no nvcc, without which FlashInfer only loads what was compiled before: that is opt-in."""
+    text = (ROOT / "deploy/docker/worker.Dockerfile").read_text()
+    assert "aot" not in text
+    for name in OVERLAYS:
+        for one in workloads(build(f"overlays/{name}")):
+            assert not any(arg.startswith("--attention-backend") for arg in one.args)
+    (python,) = set(re.findall(r"python:(3\.\d+)-", text))
+    assert f"/opt/fdfo/lib/python{python}/site-packages/flashinfer/data/aot\n" in README.read_text()
 
 
 def test_what_the_package_is_made_of_reaches_the_build() -> None:
