@@ -42,8 +42,15 @@ USER 65532:65532
 EXPOSE 50052
 ENTRYPOINT ["python3", "-m", "worker_svc"]
 
-# CUDA's libraries come with torch, the driver from the node.
+# CUDA's libraries come with torch, the driver from the node. Triton compiles C at its first kernel (the launcher and its
+# calls of the driver), so a compiler and the headers of libc are here; Python's own are in the base image. nvcc is not:
+# torch and Triton need none, and FlashInfer's kernels are compiled before (deploy/k8s/README.md).
 FROM runtime AS cuda
+USER 0:0
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends 'gcc=4:12.*' 'libc6-dev=2.36-*' \
+ && rm -rf /var/lib/apt/lists/*
+USER 65532:65532
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=packages-cuda /opt/fdfo /opt/fdfo
 

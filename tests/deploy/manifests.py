@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = ROOT / "deploy" / "k8s"
 OVERLAYS = ("dev-cpu", "single-gpu", "multi-gpu", "two-versions/v1", "two-versions/v2")
-JOBS = ("smoke-test", "model-download")
+JOBS = ("smoke-test", "smoke-test-tls", "model-download")
 # What no overlay has, on top of one: it does not go together with what the overlays have.
 EXTRA = {"tls on single-gpu": ("overlays/single-gpu", "components/tls")}
 BUILDS = (*(f"overlays/{name}" for name in OVERLAYS), *(f"jobs/{name}" for name in JOBS), *EXTRA)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.manifests import ROOT, build, tool, workloads
+from tests.deploy.manifests import MANIFESTS, OVERLAYS, ROOT, build, tool, workloads
 
+README = MANIFESTS / "README.md"
 DOCKERFILES = sorted((ROOT / "deploy/docker").glob("*.Dockerfile"))
 
 
@@ -26,7 +27,7 @@ def test_hadolint_finds_nothing(path: Path) -> None:
 def test_images_run_as_the_user_of_the_pods(path: Path) -> None:
     """Each ends as 65532 with its program as first process, so that it gets SIGTERM itself."""
     lines = path.read_text().splitlines()
-    assert "USER 65532:65532" in lines
+    assert [line for line in lines if line.startswith("USER ")][-1] == "USER 65532:65532"
     assert next(line for line in lines if line.startswith("ENTRYPOINT")).startswith('ENTRYPOINT ["')
 
 
@@ -39,6 +40,27 @@ def test_targets_and_model_of_the_pods() -> None:
     for name in ("scheduler", "worker"):
         assert "cp -r models/tiny-llada2 /opt/fdfo/models/" in (ROOT / f"deploy/docker/{name}.Dockerfile").read_text()
     assert (ROOT / "models/tiny-llada2").is_dir()
+
+
+def test_triton_finds_a_compiler() -> None:
+    """The image for CUDA has the C compiler and headers that Triton's first kernel needs, and ends without rights."""
+    (stage,) = re.findall(
+        r"^FROM runtime AS cuda$(.*?)^FROM ", (ROOT / "deploy/docker/worker.Dockerfile").read_text(), re.M | re.S
+    )
+    (installed,) = re.findall(r"apt-get install (.*?) \\$", stage, re.M)
+    assert {word.strip("'").partition("=")[0] for word in installed.split()} >= {"gcc", "libc6-dev"}
+    assert re.findall(r"^USER (\S+)$", stage, re.M)[-1] == "65532:65532"
+
+
+def test_no_overlay_asks_for_kernels_that_the_image_lacks() -> None:
+    """The image for CUDA has no nvcc, without which FlashInfer only loads what was compiled before: that is opt-in."""
+    text = (ROOT / "deploy/docker/worker.Dockerfile").read_text()
+    assert "aot" not in text
+    for name in OVERLAYS:
+        for one in workloads(build(f"overlays/{name}")):
+            assert not any(arg.startswith("--attention-backend") for arg in one.args)
+    (python,) = set(re.findall(r"python:(3\.\d+)-", text))
+    assert f"/opt/fdfo/lib/python{python}/site-packages/flashinfer/data/aot\n" in README.read_text()
 
 
 def test_what_the_package_is_made_of_reaches_the_build() -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
+from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 
-from tests.deploy.manifests import BUILDS, MANIFESTS, OVERLAYS, build, of_kind, workloads
+from tests.deploy.foreign_kinds import SPECS, schema_of
+from tests.deploy.manifests import BUILDS, MANIFESTS, OVERLAYS, Object, build, of_kind, workloads
 
 VERSIONS = ("1.31", "1.34", "1.37")
-# Kinds of others, which the schemas of Kubernetes do not have.
-FOREIGN = {
-    ("monitoring.coreos.com/v1", "PodMonitor"),
-    ("monitoring.coreos.com/v1", "PrometheusRule"),
-    ("keda.sh/v1alpha1", "ScaledObject"),
-    ("gateway.networking.k8s.io/v1", "GRPCRoute"),
-    ("cert-manager.io/v1", "Certificate"),
-    ("cert-manager.io/v1", "Issuer"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +25,18 @@ def valid() -> set[str]:
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_strict_schemas(name: str, valid: set[str]) -> None:
-    """kustomize builds it without a warning, and each object passes the strict schema of each Kubernetes version."""
+    """kustomize builds it without a warning, and each object passes the strict schema of each Kubernetes version, or
+    that of its own kind."""
     for one in build(name):
         key = json.dumps({**one, "metadata": {**one["metadata"], "namespace": ""}})  # most are alike in all builds
-        if (one["apiVersion"], one["kind"]) not in FOREIGN and key not in valid:
+        if key in valid:
+            continue
+        if (one["apiVersion"], one["kind"]) in SPECS:
+            jsonschema.validate(one, schema_of(one["apiVersion"], one["kind"]))
+        else:
             for version in VERSIONS:
                 assert kubernetes_validate.validate(one, version, strict=True) == version
-            valid.add(key)
+        valid.add(key)
 
 
 def test_a_misspelt_field_is_found() -> None:
@@ -44,6 +45,34 @@ def test_a_misspelt_field_is_found() -> None:
     deployment["spec"] = {**deployment["spec"], "replica": 2}
     with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
         kubernetes_validate.validate(deployment, VERSIONS[0], strict=True)
+
+
+def mappings(value: Any) -> Iterator[dict[str, Any]]:
+    """All mappings in a value but those whose keys are free."""
+    if isinstance(value, list):
+        for item in value:
+            yield from mappings(item)
+    elif isinstance(value, dict):
+        yield value
+        for key, item in value.items():
+            if key not in ("labels", "matchLabels", "annotations"):
+                yield from mappings(item)
+
+
+@pytest.mark.parametrize("kind", sorted(SPECS), ids="/".join)
+def test_a_misspelt_field_of_a_foreign_kind_is_found(kind: tuple[str, str]) -> None:
+    """Wherever a key of these objects is misspelt, their schema refuses it."""
+    validator = jsonschema.Draft202012Validator(schema_of(*kind))
+    objects = [one for name in ("overlays/multi-gpu", "tls on single-gpu") for one in build(name)]
+    found: list[Object] = [copy.deepcopy(one) for one in objects if (one["apiVersion"], one["kind"]) == kind]
+    assert found
+    for one in found:
+        assert validator.is_valid(one)
+        for mapping in list(mappings(one)):
+            for key in list(mapping):
+                mapping[key + "x"] = mapping.pop(key)
+                assert not validator.is_valid(one), (one["metadata"]["name"], key)
+                mapping[key] = mapping.pop(key + "x")
 
 
 def test_all_overlays_components_and_jobs_are_built() -> None:
