@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ def dtype_of(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
-def flash_infer(model: BlockModel) -> AttentionBackend:
+def flash_infer(model: BlockModel, batch_invariant: bool = False) -> AttentionBackend:
     """The backend that is checked; raises NotHere."""
     from worker_svc.attention import ATTENTION_BACKENDS, AttentionUnavailable
 
     try:
-        return ATTENTION_BACKENDS["flashinfer"].for_model(model, batch_invariant=False)
+        return ATTENTION_BACKENDS["flashinfer"].for_model(model, batch_invariant)
     except AttentionUnavailable as error:
         raise NotHere(str(error)) from error
 
@@ -134,6 +135,16 @@ def check_flashinfer(device: str) -> dict[str, Any]:
     }
 
 
+def check_flashinfer_invariant(device: str) -> dict[str, Any]:
+    """In batch-invariant mode the units of a mixed forward through FlashInfer have the bits they have alone."""
+    from tools.gpu_check import SMALL, bits_alone_and_together, random_model
+    from worker_svc.model_runner import TorchModelRunner
+
+    model = random_model(SMALL | HEADS_OF_MINI, dtype_of(device), device)
+    runner = TorchModelRunner(model, flash_infer(model, batch_invariant=True), batch_invariant=True)
+    return bits_alone_and_together(runner)
+
+
 def check_graphs(device: str) -> dict[str, Any]:
     """Logits of forwards through graphs of all sizes against those without, after chunks that no graph has."""
     import random
@@ -172,7 +183,8 @@ def check_graphs(device: str) -> dict[str, Any]:
 
 
 def check_bf16_sums(device: str) -> dict[str, Any]:
-    """Best tokens, their probabilities and log probabilities of bf16 logits, in groups, against a float64 copy."""
+    """Best tokens, their probabilities and log probabilities of bf16 logits, in groups, against a float64 copy; and
+    whether a greedy row has the same bits beside sampled ones."""
     import torch
 
     from worker_svc.algorithms.base import SamplingColumns, StepBatch
@@ -199,13 +211,23 @@ def check_bf16_sums(device: str) -> dict[str, Any]:
     naive[..., 7] = float("-inf")
     expected = naive.log_softmax(-1).max(-1)
     logprobs = log_probabilities(logits.clone(), expected.indices)
+    beside_sampled = replace(batch.sampling, temperature=(integers == 0).cumsum(0) % 2.0, any_sampling=True)
+    mixed = candidates(replace(batch, sampling=beside_sampled), logits.clone())
     tokens, probabilities = candidates(batch, logits)
+    same_bits = all(
+        torch.equal(one[1::2], other[1::2]) for one, other in zip(mixed, (tokens, probabilities), strict=True)
+    )
     error = max(
         (probabilities.double() / expected.values.exp() - 1).abs().max().item(),
         (logprobs.double() - raw.gather(-1, expected.indices[..., None]).squeeze(-1)).abs().max().item(),
     )
     same = bool((tokens == expected.indices).all())
-    return {"max_error": error, "same_tokens": same, "ok": same and error < 1e-4}
+    return {
+        "max_error": error,
+        "same_tokens": same,
+        "greedy_rows_same_bits_beside_sampled": same_bits,
+        "ok": same and same_bits and error < 1e-4,
+    }
 
 
 def check_no_sync(device: str) -> dict[str, Any]:
@@ -378,4 +400,9 @@ def or_skipped(part: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[st
     return run
 
 
-PARTS = tuple(map(or_skipped, (check_flashinfer, check_graphs, check_bf16_sums, check_no_sync, time_graphs)))
+PARTS = tuple(
+    map(
+        or_skipped,
+        (check_flashinfer, check_flashinfer_invariant, check_graphs, check_bf16_sums, check_no_sync, time_graphs),
+    )
+)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.model import paged_reader
@@ -32,7 +33,14 @@ def test_all_parts_hold_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["device"] == "cpu"
     found = {line["part"]: line for line in lines}
     assert all(line["ok"] for line in lines), lines
-    not_here = {"mini_memory", "check_flashinfer", "check_graphs", "check_no_sync", "time_graphs"}
+    not_here = {
+        "mini_memory",
+        "check_flashinfer",
+        "check_flashinfer_invariant",
+        "check_graphs",
+        "check_no_sync",
+        "time_graphs",
+    }
     assert {name for name, line in found.items() if "skipped" in line} == not_here
     assert found.keys() >= {part.__name__ for part in gpu_check.PARTS} - {"time_denoise"}
     rows = found["mini_3_rows"]
@@ -106,9 +114,10 @@ def test_rows_begin_at_different_steps(mini: gpu_check_mini.MiniCheck) -> None:
         drain(feeder)
 
 
-def flash_infer(model: BlockModel) -> FlashInferAttention:
+def flash_infer(model: BlockModel, batch_invariant: bool = False) -> FlashInferAttention:
     """With kernels that run here."""
-    return FlashInferAttention(paged_reader, model.num_heads, torch.empty(0, dtype=torch.uint8))
+    workspace = torch.empty(0, dtype=torch.uint8)
+    return FlashInferAttention(paged_reader, model.num_heads, workspace, split_keys=not batch_invariant)
 
 
 @pytest.mark.parametrize("part", gpu_check_forward.PARTS, ids=lambda part: part.__name__)
@@ -125,6 +134,37 @@ def test_the_parts_of_forwards_hold_with_emulated_kernels(
         result = part("cpu")
     assert result["ok"], result
     assert ("skipped" in result) == (part.__name__ in ("check_no_sync", "time_graphs"))
+
+
+class WrongOutput(FlashInferAttention):
+    """One position of one block is wrong."""
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().run(layer, q, k, v)
+        out[0, 0] += 1
+        return out
+
+
+class WrongPool(FlashInferAttention):
+    """Keys are written right and change afterwards."""
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().run(layer, q, k, v)
+        self._kv.k[layer, self._append.indices[0].long()] += 1
+        return out
+
+
+@pytest.mark.parametrize("wrong", [WrongOutput, WrongPool])
+def test_a_wrong_backend_is_found(wrong: type[FlashInferAttention], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check_flashinfer` does not hold for outputs or a pool that are not the torch backend's."""
+    monkeypatch.setattr(
+        gpu_check_forward, "flash_infer", lambda model: wrong(paged_reader, model.num_heads, torch.empty(0))
+    )
+    monkeypatch.setattr(gpu_check_forward, "NUM_SLOTS", 2)
+    monkeypatch.setattr(gpu_check_forward, "NUM_TRIALS", 2)
+    part = next(part for part in gpu_check_forward.PARTS if part.__name__ == "check_flashinfer")
+    with torch.inference_mode():
+        assert not part("cpu")["ok"]
 
 
 @pytest.mark.parametrize("name", ["check_flashinfer", "check_graphs"])
