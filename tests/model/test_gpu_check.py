@@ -18,7 +18,7 @@ from torch import Tensor
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.model import paged_reader
 from tests.model.test_cuda_graphs import Emulated
-from tools import gpu_check, gpu_check_forward, gpu_check_mini
+from tools import gpu_check, gpu_check_forward, gpu_check_mini, gpu_check_targets
 from worker_svc.attention.flash_infer import FlashInferAttention
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.models.base import BlockModel
@@ -85,6 +85,56 @@ def test_graphs_are_measured_where_there_are_any(
     assert rows["ok"] and rows["graphs"].keys() == rows["eager"].keys() == {"fdfo_k1", "fdfo_k2", "sync"}
     assert rows["graphs"]["sync"]["forward_ms"] > 0
     assert mini.runner.graphs is None
+
+
+def measured(rows: int, device_busy: float, over_floor: float) -> dict[str, Any]:
+    """What a part says of `rows`: these figures through graphs with two rounds in flight, all others bad."""
+    bad = {"device_busy": 0.1, "over_floor": 9.0}
+    good = {"device_busy": device_busy, "over_floor": over_floor}
+    eager = dict.fromkeys(("fdfo_k1", "fdfo_k2", "sync"), bad)
+    return {"rows": rows, "eager": eager, "graphs": eager | {"fdfo_k2": good}}
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("rows", "device_busy", "over_floor", "met"),
+    [
+        (16, 0.97, 1.5, {"device_busy": True, "over_floor": True}),
+        (16, 0.9699, 1.4, {"device_busy": False, "over_floor": True}),
+        (16, 0.99, 1.51, {"device_busy": True, "over_floor": False}),
+        (16, NAN, NAN, {"device_busy": False, "over_floor": False}),
+        (64, 0.98, 3.0, {"device_busy": True}),
+        (1, 0.96, 1.0, {"device_busy": False}),
+    ],
+)
+def test_figures_are_held_against_their_targets(
+    rows: int, device_busy: float, over_floor: float, met: dict[str, bool]
+) -> None:
+    """1.5 times the floor at 16 rows and a device-busy share of 0.97 with two rounds in flight; a miss is not ok."""
+    judged = gpu_check_targets.judge(measured(rows, device_busy, over_floor))
+    assert {name: target["met"] for name, target in judged["targets"].items()} == met
+    assert judged["ok"] == all(met.values())
+
+
+def test_without_graphs_the_eager_figures_are_judged() -> None:
+    """As a worker would run there; and where nothing was measured, nothing is missed."""
+    rows = measured(16, 0.98, 1.2)
+    rows |= {"eager": rows["graphs"], "graphs": {"skipped": "no FlashInfer"}}
+    assert gpu_check_targets.judge(rows)["ok"]
+    late = {"skipped": "over 420 s since the start"}
+    for eager in (late, {"fdfo_k2": late}):
+        assert gpu_check_targets.judge(rows | {"eager": eager}) == {"targets": "not measured", "ok": True}
+
+
+def test_a_missed_target_fails_its_part(mini: gpu_check_mini.MiniCheck) -> None:
+    """Where figures are judged, as at full size, `ok` of the rows is the targets'."""
+    assert gpu_check_mini.FULL.has_targets
+    mini.bytes_per_s = 1e10  # a floor of some microseconds
+    mini.scale = dataclasses.replace(mini.scale, num_forwards=2, has_targets=True)
+    rows = mini.check_rows(16)
+    assert not rows["ok"] and not rows["targets"]["over_floor"]["met"]
 
 
 def test_what_comes_too_late_is_skipped_and_says_so(mini: gpu_check_mini.MiniCheck) -> None:
