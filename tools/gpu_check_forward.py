@@ -137,13 +137,29 @@ def check_flashinfer(device: str) -> dict[str, Any]:
 
 
 def check_flashinfer_invariant(device: str) -> dict[str, Any]:
-    """In batch-invariant mode the units of a mixed forward through FlashInfer have the bits they have alone."""
+    """In batch-invariant mode the units of a mixed forward through FlashInfer have the bits they have alone; and so has
+    its attention of long rows that are computed together, as their keys are not split."""
+    import torch
+
     from tools.gpu_check import SMALL, bits_alone_and_together, random_model
     from worker_svc.model_runner import TorchModelRunner
 
     model = random_model(SMALL | HEADS_OF_MINI, dtype_of(device), device)
-    runner = TorchModelRunner(model, flash_infer(model, batch_invariant=True), batch_invariant=True)
-    return bits_alone_and_together(runner)
+    backend = flash_infer(model, batch_invariant=True)
+    mode = bits_alone_and_together(TorchModelRunner(model, backend, batch_invariant=True))
+    kv = filled_kv(model, NUM_SLOTS, torch.Generator(device).manual_seed(0))
+    rows = [(slot, MAX_BLOCKS - 1 - slot, 1) for slot in range(NUM_SLOTS)]
+    heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
+    shape = (NUM_SLOTS, BLOCK_SIZE, sum(heads), model.head_dim)
+    qkv = torch.split(torch.randn(shape, device=device, dtype=model.dtype), heads, dim=2)
+
+    def attend(first: int, last: int) -> Tensor:
+        backend.plan(make_input(rows[first:last], model.vocab_size, device), kv)
+        return backend.run(0, *(x[first:last] for x in qkv))
+
+    together = attend(0, NUM_SLOTS)
+    unsplit = torch.equal(together, torch.cat([attend(slot, slot + 1) for slot in range(NUM_SLOTS)]))
+    return mode | {"same_attention_bits": unsplit, "ok": mode["ok"] and unsplit}
 
 
 def check_graphs(device: str) -> dict[str, Any]:

@@ -217,6 +217,30 @@ def test_a_wrong_backend_is_found(wrong: type[FlashInferAttention], monkeypatch:
         assert not part("cpu")["ok"]
 
 
+class SplitByCompany(FlashInferAttention):
+    """Where keys may be split, results depend on the number of units."""
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().run(layer, q, k, v) * (1 + 1e-3 * len(q) * self._split_keys)
+
+
+@pytest.mark.parametrize("heeds_the_mode", [True, False])
+def test_keys_that_are_split_in_batch_invariant_mode_are_found(
+    heeds_the_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check_flashinfer_invariant` asks for the mode, and does not hold for a backend that splits keys all the same."""
+
+    def backend(model: BlockModel, batch_invariant: bool) -> FlashInferAttention:
+        split_keys = not (batch_invariant and heeds_the_mode)
+        return SplitByCompany(paged_reader, model.num_heads, torch.empty(0), split_keys)
+
+    monkeypatch.setattr(gpu_check_forward, "flash_infer", backend)
+    monkeypatch.setattr(gpu_check_forward, "NUM_SLOTS", 2)
+    part = next(part for part in gpu_check_forward.PARTS if part.__name__ == "check_flashinfer_invariant")
+    with torch.inference_mode():
+        assert part("cpu")["ok"] == heeds_the_mode
+
+
 @pytest.mark.parametrize("name", ["check_flashinfer", "check_graphs"])
 def test_a_part_that_cannot_run_says_why(name: str) -> None:
     """Without CUDA nothing of FlashInfer is compared."""
