@@ -145,11 +145,11 @@ PREFILL = [(0, 0, 9), (1, 0, 1), (2, 0, 2), (3, 0, 4)]
 MIXED = [(0, 9, 1), (1, 1, 1), (2, 2, 1), (3, 4, 2), (4, 0, 3), (5, 0, 1)]
 
 
-def forwards(model: BlockModel, batch_invariant: bool = False) -> Tensor:
+def forwards(model: BlockModel) -> Tensor:
     """Logits of prefill and mixed forward, on the CPU."""
     from worker_svc.model_runner import TorchModelRunner
 
-    return logits_of(TorchModelRunner(model, attention(), batch_invariant))
+    return logits_of(TorchModelRunner(model, attention()))
 
 
 def logits_of(runner: ModelRunner) -> Tensor:
@@ -197,15 +197,21 @@ def check_batch_invariant(device: str) -> dict[str, Any]:
     from worker_svc.model_runner import TorchModelRunner
 
     model = random_model(SMALL, torch.float32, device)
-    runner = TorchModelRunner(model, attention(), batch_invariant=True)
-    together = forwards(model, batch_invariant=True)
-    kv = make_kv(model, num_slots=6, num_blocks=10)
+    return bits_alone_and_together(TorchModelRunner(model, attention(), batch_invariant=True))
+
+
+def bits_alone_and_together(runner: ModelRunner) -> dict[str, Any]:
+    """Whether the units of prefill and mixed forward have the bits they have in forwards of their own."""
+    import torch
+
+    together = logits_of(runner)
+    kv = make_kv(runner, num_slots=6, num_blocks=10)
     alone = []
     for segments in (PREFILL, MIXED):
-        inputs = make_input(segments, model.vocab_size, device)
+        inputs = make_input(segments, runner.vocab_size, runner.device)
         for (slot, first, count), segment in zip(segments, inputs.segments, strict=True):
             for i in range(count):
-                single = make_input([(slot, first + i, 1)], model.vocab_size, device)
+                single = make_input([(slot, first + i, 1)], runner.vocab_size, runner.device)
                 single.ids = inputs.ids[segment.first_unit + i][None].clone()
                 alone.append(runner.forward(single, kv).cpu())
     same = torch.equal(torch.cat(alone), together)

@@ -1,4 +1,4 @@
-"""Parts of tools/gpu_check.py: attention by FlashInfer, CUDA graphs, the loop without host synchronisation.
+"""Parts of tools/gpu_check.py: attention by FlashInfer, CUDA graphs, sums of logits.
 
 Inputs are random and new in every call; what is compared starts as NaN, so that nothing that was not computed can pass.
 Each part returns what it measured, `ok`, and `skipped` with the reason where it could not run.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from tools.gpu_check_no_sync import check_no_sync
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +45,12 @@ def dtype_of(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
-def flash_infer(model: BlockModel) -> AttentionBackend:
+def flash_infer(model: BlockModel, batch_invariant: bool = False) -> AttentionBackend:
     """The backend that is checked; raises NotHere."""
     from worker_svc.attention import ATTENTION_BACKENDS, AttentionUnavailable
 
     try:
-        return ATTENTION_BACKENDS["flashinfer"].for_model(model, batch_invariant=False)
+        return ATTENTION_BACKENDS["flashinfer"].for_model(model, batch_invariant)
     except AttentionUnavailable as error:
         raise NotHere(str(error)) from error
 
@@ -134,12 +136,38 @@ def check_flashinfer(device: str) -> dict[str, Any]:
     }
 
 
+def check_flashinfer_invariant(device: str) -> dict[str, Any]:
+    """In batch-invariant mode the units of a mixed forward through FlashInfer have the bits they have alone; and so has
+    its attention of long rows that are computed together, as their keys are not split."""
+    import torch
+
+    from tools.gpu_check import SMALL, bits_alone_and_together, random_model
+    from worker_svc.model_runner import TorchModelRunner
+
+    model = random_model(SMALL | HEADS_OF_MINI, dtype_of(device), device)
+    backend = flash_infer(model, batch_invariant=True)
+    mode = bits_alone_and_together(TorchModelRunner(model, backend, batch_invariant=True))
+    kv = filled_kv(model, NUM_SLOTS, torch.Generator(device).manual_seed(0))
+    rows = [(slot, MAX_BLOCKS - 1 - slot, 1) for slot in range(NUM_SLOTS)]
+    heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
+    shape = (NUM_SLOTS, BLOCK_SIZE, sum(heads), model.head_dim)
+    qkv = torch.split(torch.randn(shape, device=device, dtype=model.dtype), heads, dim=2)
+
+    def attend(first: int, last: int) -> Tensor:
+        backend.plan(make_input(rows[first:last], model.vocab_size, device), kv)
+        return backend.run(0, *(x[first:last] for x in qkv))
+
+    together = attend(0, NUM_SLOTS)
+    unsplit = torch.equal(together, torch.cat([attend(slot, slot + 1) for slot in range(NUM_SLOTS)]))
+    return mode | {"same_attention_bits": unsplit, "ok": mode["ok"] and unsplit}
+
+
 def check_graphs(device: str) -> dict[str, Any]:
     """Logits of forwards through graphs of all sizes against those without, after chunks that no graph has."""
     import random
 
     from tools.gpu_check import SMALL, make_kv, random_model
-    from worker_svc.cuda_graphs import ForwardGraphs, free_device_bytes
+    from worker_svc.cuda_graphs import ForwardGraphs, free_device_bytes, why_not_captured
     from worker_svc.model_runner import TorchModelRunner
 
     model = random_model(SMALL | HEADS_OF_MINI, dtype_of(device), device)
@@ -148,6 +176,8 @@ def check_graphs(device: str) -> dict[str, Any]:
     plain = TorchModelRunner(model, flash_infer(model))
     graphed = TorchModelRunner(model, flash_infer(model))
     kv_plain, kv_graphed = (make_kv(model, NUM_SLOTS, MAX_BLOCKS) for _ in range(2))
+    if reason := why_not_captured(graphed):
+        raise NotHere(reason)
     free_bytes, start = free_device_bytes(model.device), time.perf_counter()
     graphed.graphs = ForwardGraphs(model, graphed.attention, kv_graphed, BLOCK_SIZE, NUM_SLOTS, capture_on(device))
     capture_s, used_bytes = time.perf_counter() - start, free_bytes - free_device_bytes(model.device)
@@ -172,7 +202,8 @@ def check_graphs(device: str) -> dict[str, Any]:
 
 
 def check_bf16_sums(device: str) -> dict[str, Any]:
-    """Best tokens, their probabilities and log probabilities of bf16 logits, in groups, against a float64 copy."""
+    """Best tokens, their probabilities and log probabilities of bf16 logits, in groups, against a float64 copy; and
+    whether a greedy row has the same bits beside sampled ones."""
     import torch
 
     from worker_svc.algorithms.base import SamplingColumns, StepBatch
@@ -199,138 +230,23 @@ def check_bf16_sums(device: str) -> dict[str, Any]:
     naive[..., 7] = float("-inf")
     expected = naive.log_softmax(-1).max(-1)
     logprobs = log_probabilities(logits.clone(), expected.indices)
+    beside_sampled = replace(batch.sampling, temperature=(integers == 0).cumsum(0) % 2.0, any_sampling=True)
+    mixed = candidates(replace(batch, sampling=beside_sampled), logits.clone())
     tokens, probabilities = candidates(batch, logits)
+    same_bits = all(
+        torch.equal(one[1::2], other[1::2]) for one, other in zip(mixed, (tokens, probabilities), strict=True)
+    )
     error = max(
         (probabilities.double() / expected.values.exp() - 1).abs().max().item(),
         (logprobs.double() - raw.gather(-1, expected.indices[..., None]).squeeze(-1)).abs().max().item(),
     )
     same = bool((tokens == expected.indices).all())
-    return {"max_error": error, "same_tokens": same, "ok": same and error < 1e-4}
-
-
-def check_no_sync(device: str) -> dict[str, Any]:
-    """Rounds of the loop in which torch raises for any wait between a forward's launch and its end."""
-    import torch
-
-    from tools.gpu_check import SMALL, random_model
-    from worker_svc.attention.torch_sdpa import TorchSdpaAttention
-    from worker_svc.model_runner import TorchModelRunner
-
-    model = random_model(SMALL, torch.float32, device)
-    runner = TorchModelRunner(model, TorchSdpaAttention())
-    forward, finish, num_forwards = runner.forward, runner.finish, 0
-
-    def watched_forward(inputs: ForwardInput, kv: KVStore) -> Tensor:
-        nonlocal num_forwards
-        num_forwards += 1
-        logits = forward(inputs, kv)
-        watch(device, True)
-        return logits
-
-    def watched_finish() -> float:
-        watch(device, False)
-        return finish()
-
-    runner.forward, runner.finish = watched_forward, watched_finish  # type: ignore[method-assign]
-    with bypass_allowed(device):
-        blocks_done = run_rounds(runner)
-    if device != "cuda":
-        return {"skipped": "only CUDA tells of waits", "forwards": num_forwards, "ok": blocks_done > 0}
-    return {"forwards": num_forwards, "blocks_done": blocks_done, "ok": blocks_done > 0}
-
-
-def watch(device: str, is_on: bool) -> None:
-    """Whether torch raises for what waits."""
-    import torch
-
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error" if is_on else "default")
-
-
-@contextmanager
-def bypass_allowed(device: str) -> Iterator[None]:
-    """Copies on the stream beside the forward wait for that stream only."""
-    from worker_svc.host_copies import ForwardBypass
-
-    copies: Callable[[ForwardBypass], Any] = ForwardBypass.copies
-
-    @contextmanager
-    def unwatched(self: ForwardBypass) -> Iterator[None]:
-        import torch
-
-        before = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
-        watch(device, False)
-        with copies(self):
-            yield
-        watch(device, bool(before))
-
-    ForwardBypass.copies = unwatched  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        watch(device, False)
-        ForwardBypass.copies = copies  # type: ignore[method-assign, assignment]
-
-
-def run_rounds(runner: Any) -> int:
-    """16 requests, greedy and sampled, through rounds that go on; the blocks that became done."""
-    from common.packing import pack_bits, pack_ids
-    from fdfo.worker.v1 import worker_pb2 as pb
-    from worker_svc.denoise import DenoiseLoop
-    from worker_svc.loop_config import LoopConfig
-    from worker_svc.rounds import RoundRequest
-    from worker_svc.rows import RowKey, RowName
-    from worker_svc.starts import decode_starts
-
-    config = LoopConfig(
-        fingerprint="",
-        block_size=BLOCK_SIZE,
-        mask_token_id=1,
-        context_length=512,
-        page_size=BLOCK_SIZE,
-        num_slots=16,
-        num_pages=256,
-        chunked_prefill_size=256,
-        fused_commit=True,
-    )
-    loop = DenoiseLoop(runner, config, time.monotonic)
-    starts = [
-        pb.StartRow(
-            request_id=f"r{number}",
-            attempt=1,
-            prompt_length=2 * BLOCK_SIZE,
-            prefix_ids=pack_ids([5] * 2 * BLOCK_SIZE),
-            block_index=2,
-            block_ids=pack_ids([1] * BLOCK_SIZE),
-            block_mask=pack_bits([True] * BLOCK_SIZE),
-            algorithm="LowConfidence",
-            algorithm_params={"threshold": 0.0 if number % 2 else 0.9},
-            sampling=pb.SamplingParams(temperature=float(number % 4 == 0), top_p=1.0),
-            tokens_left=256,
-        )
-        for number in range(16)
-    ]
-    everyone = [RowName(RowKey(start.request_id, 0), 1) for start in starts]
-    replies: list[object] = []
-    for round_id in range(1, 11):
-        request = RoundRequest(
-            scheduler_id="gpu-check",
-            generation=1,
-            worker_epoch=loop.epoch,
-            fingerprint="",
-            round_id=round_id,
-            acked_round_id=max(0, round_id - 3),
-            mode=pb.MODE_FDFO,
-            max_forwards=4,
-            max_round_ms=60_000,
-            releases=[],
-            starts=decode_starts(starts if round_id == 1 else [], loop.start_rules),
-            continues=everyone if round_id > 1 else [],
-        )
-        loop.submit(request, replies.append)
-        while len(replies) < round_id - 1:
-            loop.tick()
-    return loop.totals.blocks_done
+    return {
+        "max_error": error,
+        "same_tokens": same,
+        "greedy_rows_same_bits_beside_sampled": same_bits,
+        "ok": same and same_bits and error < 1e-4,
+    }
 
 
 def time_graphs(device: str) -> dict[str, Any]:
@@ -339,7 +255,7 @@ def time_graphs(device: str) -> dict[str, Any]:
 
     from tools.gpu_check import MEDIUM, random_model
     from worker_svc.attention.torch_sdpa import TorchSdpaAttention
-    from worker_svc.cuda_graphs import ForwardGraphs
+    from worker_svc.cuda_graphs import ForwardGraphs, why_not_captured
     from worker_svc.model_runner import TorchModelRunner
 
     if device != "cuda":
@@ -353,6 +269,8 @@ def time_graphs(device: str) -> dict[str, Any]:
             name: TorchModelRunner(model, TorchSdpaAttention() if name == "torch" else flash_infer(model))
             for name in ("torch", "flashinfer", "graph")
         }
+        if reason := why_not_captured(runners["graph"]):
+            raise NotHere(reason)
         runners["graph"].graphs = ForwardGraphs(
             model, runners["graph"].attention, kv, BLOCK_SIZE, num_rows, capture_on(device)
         )
@@ -378,4 +296,9 @@ def or_skipped(part: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[st
     return run
 
 
-PARTS = tuple(map(or_skipped, (check_flashinfer, check_graphs, check_bf16_sums, check_no_sync, time_graphs)))
+PARTS = tuple(
+    map(
+        or_skipped,
+        (check_flashinfer, check_flashinfer_invariant, check_graphs, check_bf16_sums, check_no_sync, time_graphs),
+    )
+)

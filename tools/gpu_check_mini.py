@@ -15,6 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from tools import gpu_check_targets
+
 if TYPE_CHECKING:
     import torch
 
@@ -65,9 +67,10 @@ class Scale:
     num_forwards: int  # of each measurement
     copy_bytes: int  # to measure the bandwidth with
     deadline_s: float  # after this nothing new is measured
+    has_targets: bool  # whether the figures are judged
 
 
-FULL = Scale(MINI, (1, 4, 16, 64, 128), 5 * FORWARDS_PER_BLOCK, 4 << 30, 420.0)
+FULL = Scale(MINI, (1, 4, 16, 64, 128), 5 * FORWARDS_PER_BLOCK, 4 << 30, 420.0, has_targets=True)
 TINY = Scale(
     MINI
     | {
@@ -88,6 +91,7 @@ TINY = Scale(
     2 * FORWARDS_PER_BLOCK,
     1 << 20,
     60.0,
+    has_targets=False,
 )
 
 
@@ -320,7 +324,8 @@ class MiniCheck:
             why_not = self.late() or get_ready(loop)
             result[way] = {"skipped": why_not} if why_not else self.measure_modes(way, loop, result)
         self.runner.graphs = None  # their pool goes with the loop
-        return result | {"ok": loop.pool.usage().held == 0}
+        judged = gpu_check_targets.judge(result) if self.scale.has_targets else {"ok": True}
+        return result | judged | {"ok": judged["ok"] and loop.pool.usage().held == 0}
 
     def ways(self) -> dict[str, Callable[[DenoiseLoop], str]]:
         """How forwards are launched, and what gets a loop ready for it or says why it cannot be."""
@@ -329,11 +334,13 @@ class MiniCheck:
     def capture(self, loop: DenoiseLoop) -> str:
         """Graphs of the loop's forwards; why not, if so."""
         from tools import gpu_check_forward
-        from worker_svc.cuda_graphs import ForwardGraphs
+        from worker_svc.cuda_graphs import ForwardGraphs, why_not_captured
 
         runner = self.runner
-        if runner.attention.for_graph(1) is None:
+        if self.why_torch_attention:
             return f"torch's attention cannot be captured, and {self.why_torch_attention}"
+        if reason := why_not_captured(runner):
+            return reason
         max_units = -(-loop.config.num_slots * 3 // 2)
         capture = gpu_check_forward.capture_on(self.device)
         runner.graphs = ForwardGraphs(self.model, runner.attention, loop.kv, BLOCK_SIZE, max_units, capture)

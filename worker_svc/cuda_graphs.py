@@ -102,7 +102,8 @@ def _captured(
         launch, hidden = capture(lambda: model(ids, positions, attention))
     except torch.OutOfMemoryError as error:
         raise CaptureError(
-            f"no memory for the CUDA graph of {size} blocks; lower --cuda-graph-max-bs or --max-total-tokens"
+            f"no memory for the CUDA graph of {size} blocks; lower --cuda-graph-max-bs, --mem-fraction-static or "
+            "--max-total-tokens"
         ) from error
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
@@ -143,8 +144,8 @@ def capture_forwards(
     if not isinstance(runner, TorchModelRunner):
         log.info("cuda_graphs", graphs=0, hint="forwards of several processes are not captured")
         return
-    if runner.attention.for_graph(1) is None:
-        log.info("cuda_graphs", graphs=0, hint=f"--attention-backend {settings.attention_backend} cannot be captured")
+    if reason := why_not_captured(runner):
+        log.info("cuda_graphs", graphs=0, hint=reason)
         return
     started_at, free_bytes = time.monotonic(), free_device_bytes(runner.device)
     max_units = settings.cuda_graph_max_bs or -(-settings.max_running_requests * 3 // 2)
@@ -156,6 +157,18 @@ def capture_forwards(
         mib=(free_bytes - free_device_bytes(runner.device)) >> 20,
         capture_s=round(time.monotonic() - started_at, 2),
     )
+
+
+def why_not_captured(runner: TorchModelRunner) -> str:
+    """Empty where the runner's forwards can be captured."""
+    if runner.attention.for_graph(1) is None:
+        return "this --attention-backend cannot be captured; flashinfer can"
+    if runner.model.forward_waits:
+        return (
+            "experts that run one after the other cannot be captured; all at once need bfloat16 and compute "
+            "capability 9.0"
+        )
+    return ""
 
 
 def free_device_bytes(device: torch.device) -> int:

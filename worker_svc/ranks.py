@@ -25,6 +25,13 @@ LOOPBACK = "lo"
 log = structlog.get_logger()
 
 
+def missing_interface() -> str:
+    """Of those that GLOO_SOCKET_IFNAME names, one that this machine has not; empty = none."""
+    names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    there = {name for _, name in socket.if_nameindex()}
+    return next((name for name in names if name not in there), "")
+
+
 class Ranks:
     """Ranks 1 to size - 1. When one ends before `stop`, the whole worker ends at once: its schedulers go on elsewhere,
     and no collective waits for what will not come."""

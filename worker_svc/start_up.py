@@ -25,7 +25,7 @@ from worker_svc.memory import measure_memory, page_bytes_of, pool_pages
 from worker_svc.model_runner import ModelRunner, TorchModelRunner
 from worker_svc.models.loading import load_model
 from worker_svc.models.shard import WHOLE, Shard
-from worker_svc.ranks import Ranks
+from worker_svc.ranks import Ranks, missing_interface
 from worker_svc.settings import WorkerSettings
 from worker_svc.tensor_parallel import Group, LeadingRunner, follow
 from worker_svc.warm_up import WARM_UP_LIMIT_S, pages_for_full, warm_up
@@ -49,6 +49,8 @@ def check_tensor_parallel(folder: ModelFolder, settings: WorkerSettings) -> None
         raise SettingsError(f"--device {settings.device}: with --tp-size say cuda; the ranks take cuda:0 and following")
     if settings.device == "cuda" and torch.cuda.device_count() < size:
         raise SettingsError(f"--tp-size {size}: there are {torch.cuda.device_count()} CUDA devices")
+    if interface := missing_interface():
+        raise SettingsError(f"GLOO_SOCKET_IFNAME: no network interface {interface} here; correct it or leave it out")
 
 
 def device_of(settings: WorkerSettings, shard: Shard) -> torch.device:

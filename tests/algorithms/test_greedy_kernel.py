@@ -38,6 +38,8 @@ def test_one_pass_finds_what_torch_finds(kernel: Any, dtype: torch.dtype, penalt
     rows = [make_row([3, None, 11, None], MASK), make_row([None] * 4, MASK), make_row([4, 5, 11, 12], MASK)]
     batch = make_batch(rows)
     penalties = None if penalty is None else torch.full((3,), penalty)
+    logits[2, 2, 5] = 70.0  # the token before: only the penalty lets another one win
+    logits[2, 2, 6] = 69.0
     logits = logits.to(dtype)
     expected_tokens, expected = candidates(batch, logits.clone(), penalties)
     previous = sampling.previous_tokens(batch) if penalty is not None else None
@@ -45,6 +47,7 @@ def test_one_pass_finds_what_torch_finds(kernel: Any, dtype: torch.dtype, penalt
     tokens, probabilities = kernel.best_tokens(logits, MASK, previous, penalties)
     assert torch.equal(logits, before)
     assert tokens.equal(expected_tokens)
+    assert tokens[2, 2] == (5 if penalty is None else 6)
     assert tokens[1, 2] == 5 and (tokens != MASK).all()
     assert torch.allclose(probabilities, expected, rtol=1e-5)
 

@@ -154,6 +154,29 @@ def test_a_row_depends_on_nothing_of_its_batch(monkeypatch: pytest.MonkeyPatch) 
         assert confidences.equal(torch.cat([one[1] for one in alone]))
 
 
+def test_a_greedy_row_comes_from_the_kernel_in_all_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is the kernel, whose sums are rounded otherwise than torch's, a greedy row has its results beside
+    sampled rows too, and a sampled row has none of them."""
+    logits, penalty = random_logits(5, 3, 4, 30, 1.0), torch.full((3,), 1.5)
+    rows = [row(), row(temperature=1.0, seed=3), row()]
+    expected = candidates(make_batch(rows), logits.clone(), penalty)
+    seen = []
+
+    def kernel(given: Tensor, mask: int, previous: Tensor, off: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append((given.clone(), mask, previous, off))
+        return torch.full(given.shape[:2], 29), torch.full(given.shape[:2], 0.125)
+
+    monkeypatch.setattr(sampling, "greedy_kernel", lambda device: kernel)
+    tokens, probabilities = candidates(make_batch(rows), logits.clone(), penalty)
+    assert (tokens[[0, 2]] == 29).all() and (probabilities[[0, 2]] == 0.125).all()
+    assert tokens[1].equal(expected[0][1]) and probabilities[1].equal(expected[1][1])
+    alone = candidates(make_batch(rows[:1]), logits[:1].clone(), penalty[:1])
+    assert tokens[:1].equal(alone[0]) and probabilities[:1].equal(alone[1])
+    given, mask, previous, off = seen[0]
+    assert given.equal(logits) and mask == MASK and previous.equal(sampling.previous_tokens(make_batch(rows)))
+    assert off.equal(penalty)
+
+
 def test_logits_in_bfloat16_are_summed_in_groups_as_if_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Largest logit, log-sum-exp and entropy of bf16 logits, a row at a time in fp32, are those of a float64 copy."""
     monkeypatch.setattr(sampling, "MAX_LOGITS_AT_ONCE", 1)

@@ -21,6 +21,7 @@ from worker_svc.attention.flash_infer import FlashInferAttention
 from worker_svc.attention.torch_sdpa import TorchSdpaAttention
 from worker_svc.cuda_graphs import Capture, CaptureError, ForwardGraphs, capture_forwards, graph_sizes
 from worker_svc.model_runner import TorchModelRunner
+from worker_svc.models import decoder
 from worker_svc.settings import WorkerSettings
 
 B = 8
@@ -159,14 +160,24 @@ def test_a_backend_that_cannot_be_captured_says_so() -> None:
     """The torch backend launches by lengths: no graphs, and a line that says why."""
     with structlog.testing.capture_logs() as lines:
         assert captured(TorchSdpaAttention(), Emulated()).graphs is None
-    assert lines[0]["graphs"] == 0 and "--attention-backend torch" in lines[0]["hint"]
+    assert lines[0]["graphs"] == 0 and "--attention-backend" in lines[0]["hint"]
+
+
+def test_experts_that_wait_are_known_before_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below compute capability 9.0 the host reads how many tokens an expert has, which would end the capture and the
+    worker: no graphs, and a line that says why."""
+    monkeypatch.setattr(decoder, "loop_waits", lambda gate_up: True)
+    capture = Emulated()
+    with structlog.testing.capture_logs() as lines:
+        assert captured(flash_infer(), capture).graphs is None and not capture.num_captures
+    assert lines[0]["graphs"] == 0 and "compute capability 9.0" in lines[0]["hint"]
 
 
 @pytest.mark.parametrize(
     ("error", "flag"),
     [
         (RuntimeError("operation not permitted when stream is capturing"), "--disable-cuda-graph"),
-        (torch.OutOfMemoryError("no memory"), "--cuda-graph-max-bs"),
+        (torch.OutOfMemoryError("no memory"), "--cuda-graph-max-bs, --mem-fraction-static"),
     ],
 )
 def test_a_failed_capture_names_the_flag(error: Exception, flag: str) -> None:

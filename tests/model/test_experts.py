@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.nn.functional import silu
 from common.architectures import ARCHITECTURES, Experts
 from tests.model.checkpoints import TINY_CONFIG
 from tests.model.reference import reference_gate
-from worker_svc.models.experts import grouped_is_fast, route, run_experts
+from worker_svc.models.experts import grouped_is_fast, loop_waits, route, run_experts
 
 H = 8
 
@@ -122,6 +124,35 @@ def test_one_kernel_for_all_experts_is_the_loop(num_tokens: int, num_experts: in
         loop, grouped = (run_experts(x, weights, experts, gate_up, down, grouped=flag) for flag in (False, True))
     assert grouped.dtype == dtype
     assert torch.allclose(grouped.float(), loop.float(), atol=0.1 if in_bf16 else 1e-4, rtol=0.02 if in_bf16 else 1e-4)
+
+
+def test_the_host_waits_for_counts_where_experts_follow_each_other_on_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """bfloat16 on CUDA from 9.0 on does not wait, 8.9 and fp32 do; the CPU has nothing to wait for."""
+
+    def on_cuda(dtype: torch.dtype) -> Any:
+        return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(2, 16, 8), device="cuda")
+
+    for capability, waits in (((9, 0), False), ((8, 9), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert loop_waits(on_cuda(torch.bfloat16)) is waits
+        assert loop_waits(on_cuda(torch.float32))
+    assert not loop_waits(torch.zeros(2, 16, 8))
+
+
+def test_the_gate_reads_bf16_in_fp32() -> None:
+    """Two experts that fp32 tells apart and bf16 products do not: the better one is chosen, with fp32's weight."""
+    x = torch.ones(1, H, dtype=torch.bfloat16)
+    weight = torch.full((2, H), 1 / 8)
+    weight[1, 0] += 2**-9  # bf16 rounds a sum of 1 + 2**-9 to 1, and a weight of 1/8 + 2**-12 to 1/8
+    weight[1, 1] += 2**-12
+    weights, experts = route(x, weight, None, gate_config(2, 1, 1, 1))
+    assert experts.tolist() == [[1]]
+    config = replace(gate_config(2, 1, 1, 2), normalise=False, scale=1.0)
+    weights, _ = route(x, weight, None, config)
+    expected = (x.double() @ weight.double().T).sigmoid()[0].flip(0)
+    assert torch.allclose(weights[0].double(), expected, rtol=1e-6)
 
 
 def test_the_grouped_product_is_for_its_kernel_only() -> None:

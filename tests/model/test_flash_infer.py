@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,22 @@ def test_a_unit_without_a_page_is_found() -> None:
     kv.page_table[2, 1] = 0
     with pytest.raises(RuntimeError, match="nonzero"):
         FlashInferAttention(paged_reader, KV_HEADS, WORKSPACE).plan(make_input([(2, 0, 2)], 4), kv)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_keys_are_split_but_in_batch_invariant_mode(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `--batch-invariant` says reaches every plan, of eager forwards and of a graph's."""
+    model: Any = tiny_model(torch.bfloat16)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setitem(sys.modules, "flashinfer", paged_reader)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **kwargs: WORKSPACE)
+    backend = FlashInferAttention.for_model(model, batch_invariant)
+    monkeypatch.undo()
+    kv = make_kv(4, 1, torch.Generator().manual_seed(0))
+    for one in (backend, backend.for_graph(4)):
+        one.plan(make_input([(2, 0, 2), (1, 1, 1)], 4), kv)
+        assert one._wrapper.options["disable_split_kv"] is batch_invariant
 
 
 @pytest.mark.skipif(not paged_reader.HAS_FLASHINFER, reason="the extra `flashinfer` is not installed")

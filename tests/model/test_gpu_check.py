@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fdfo.worker.v1 import worker_pb2 as pb
 from tests.model import paged_reader
 from tests.model.test_cuda_graphs import Emulated
-from tools import gpu_check, gpu_check_forward, gpu_check_mini
+from tools import gpu_check, gpu_check_forward, gpu_check_mini, gpu_check_targets
 from worker_svc.attention.flash_infer import FlashInferAttention
 from worker_svc.denoise import DenoiseLoop
 from worker_svc.models.base import BlockModel
@@ -32,7 +33,14 @@ def test_all_parts_hold_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["device"] == "cpu"
     found = {line["part"]: line for line in lines}
     assert all(line["ok"] for line in lines), lines
-    not_here = {"mini_memory", "check_flashinfer", "check_graphs", "check_no_sync", "time_graphs"}
+    not_here = {
+        "mini_memory",
+        "check_flashinfer",
+        "check_flashinfer_invariant",
+        "check_graphs",
+        "check_no_sync",
+        "time_graphs",
+    }
     assert {name for name, line in found.items() if "skipped" in line} == not_here
     assert found.keys() >= {part.__name__ for part in gpu_check.PARTS} - {"time_denoise"}
     rows = found["mini_3_rows"]
@@ -79,6 +87,56 @@ def test_graphs_are_measured_where_there_are_any(
     assert mini.runner.graphs is None
 
 
+def measured(rows: int, device_busy: float, over_floor: float) -> dict[str, Any]:
+    """What a part says of `rows`: these figures through graphs with two rounds in flight, all others bad."""
+    bad = {"device_busy": 0.1, "over_floor": 9.0}
+    good = {"device_busy": device_busy, "over_floor": over_floor}
+    eager = dict.fromkeys(("fdfo_k1", "fdfo_k2", "sync"), bad)
+    return {"rows": rows, "eager": eager, "graphs": eager | {"fdfo_k2": good}}
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("rows", "device_busy", "over_floor", "met"),
+    [
+        (16, 0.97, 1.5, {"device_busy": True, "over_floor": True}),
+        (16, 0.9699, 1.4, {"device_busy": False, "over_floor": True}),
+        (16, 0.99, 1.51, {"device_busy": True, "over_floor": False}),
+        (16, NAN, NAN, {"device_busy": False, "over_floor": False}),
+        (64, 0.98, 3.0, {"device_busy": True}),
+        (1, 0.96, 1.0, {"device_busy": False}),
+    ],
+)
+def test_figures_are_held_against_their_targets(
+    rows: int, device_busy: float, over_floor: float, met: dict[str, bool]
+) -> None:
+    """1.5 times the floor at 16 rows and a device-busy share of 0.97 with two rounds in flight; a miss is not ok."""
+    judged = gpu_check_targets.judge(measured(rows, device_busy, over_floor))
+    assert {name: target["met"] for name, target in judged["targets"].items()} == met
+    assert judged["ok"] == all(met.values())
+
+
+def test_without_graphs_the_eager_figures_are_judged() -> None:
+    """As a worker would run there; and where nothing was measured, nothing is missed."""
+    rows = measured(16, 0.98, 1.2)
+    rows |= {"eager": rows["graphs"], "graphs": {"skipped": "no FlashInfer"}}
+    assert gpu_check_targets.judge(rows)["ok"]
+    late = {"skipped": "over 420 s since the start"}
+    for eager in (late, {"fdfo_k2": late}):
+        assert gpu_check_targets.judge(rows | {"eager": eager}) == {"targets": "not measured", "ok": True}
+
+
+def test_a_missed_target_fails_its_part(mini: gpu_check_mini.MiniCheck) -> None:
+    """Where figures are judged, as at full size, `ok` of the rows is the targets'."""
+    assert gpu_check_mini.FULL.has_targets
+    mini.bytes_per_s = 1e10  # a floor of some microseconds
+    mini.scale = dataclasses.replace(mini.scale, num_forwards=2, has_targets=True)
+    rows = mini.check_rows(16)
+    assert not rows["ok"] and not rows["targets"]["over_floor"]["met"]
+
+
 def test_what_comes_too_late_is_skipped_and_says_so(mini: gpu_check_mini.MiniCheck) -> None:
     """After the deadline nothing new is measured, so that the whole check ends in time."""
     mini.scale = dataclasses.replace(mini.scale, deadline_s=-1)
@@ -106,9 +164,10 @@ def test_rows_begin_at_different_steps(mini: gpu_check_mini.MiniCheck) -> None:
         drain(feeder)
 
 
-def flash_infer(model: BlockModel) -> FlashInferAttention:
+def flash_infer(model: BlockModel, batch_invariant: bool = False) -> FlashInferAttention:
     """With kernels that run here."""
-    return FlashInferAttention(paged_reader, model.num_heads, torch.empty(0, dtype=torch.uint8))
+    workspace = torch.empty(0, dtype=torch.uint8)
+    return FlashInferAttention(paged_reader, model.num_heads, workspace, split_keys=not batch_invariant)
 
 
 @pytest.mark.parametrize("part", gpu_check_forward.PARTS, ids=lambda part: part.__name__)
@@ -125,6 +184,61 @@ def test_the_parts_of_forwards_hold_with_emulated_kernels(
         result = part("cpu")
     assert result["ok"], result
     assert ("skipped" in result) == (part.__name__ in ("check_no_sync", "time_graphs"))
+
+
+class WrongOutput(FlashInferAttention):
+    """One position of one block is wrong."""
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().run(layer, q, k, v)
+        out[0, 0] += 1
+        return out
+
+
+class WrongPool(FlashInferAttention):
+    """Keys are written right and change afterwards."""
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().run(layer, q, k, v)
+        self._kv.k[layer, self._append.indices[0].long()] += 1
+        return out
+
+
+@pytest.mark.parametrize("wrong", [WrongOutput, WrongPool])
+def test_a_wrong_backend_is_found(wrong: type[FlashInferAttention], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check_flashinfer` does not hold for outputs or a pool that are not the torch backend's."""
+    monkeypatch.setattr(
+        gpu_check_forward, "flash_infer", lambda model: wrong(paged_reader, model.num_heads, torch.empty(0))
+    )
+    monkeypatch.setattr(gpu_check_forward, "NUM_SLOTS", 2)
+    monkeypatch.setattr(gpu_check_forward, "NUM_TRIALS", 2)
+    part = next(part for part in gpu_check_forward.PARTS if part.__name__ == "check_flashinfer")
+    with torch.inference_mode():
+        assert not part("cpu")["ok"]
+
+
+class SplitByCompany(FlashInferAttention):
+    """Where keys may be split, results depend on the number of units."""
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().run(layer, q, k, v) * (1 + 1e-3 * len(q) * self._split_keys)
+
+
+@pytest.mark.parametrize("heeds_the_mode", [True, False])
+def test_keys_that_are_split_in_batch_invariant_mode_are_found(
+    heeds_the_mode: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check_flashinfer_invariant` asks for the mode, and does not hold for a backend that splits keys all the same."""
+
+    def backend(model: BlockModel, batch_invariant: bool) -> FlashInferAttention:
+        split_keys = not (batch_invariant and heeds_the_mode)
+        return SplitByCompany(paged_reader, model.num_heads, torch.empty(0), split_keys)
+
+    monkeypatch.setattr(gpu_check_forward, "flash_infer", backend)
+    monkeypatch.setattr(gpu_check_forward, "NUM_SLOTS", 2)
+    part = next(part for part in gpu_check_forward.PARTS if part.__name__ == "check_flashinfer_invariant")
+    with torch.inference_mode():
+        assert part("cpu")["ok"] == heeds_the_mode
 
 
 @pytest.mark.parametrize("name", ["check_flashinfer", "check_graphs"])

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -176,6 +177,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 def test_what_cannot_be_split_is_refused(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], line: str) -> None:
     """Sizes that do not divide and devices that are not there, by the flag's name, before a process is started."""
     assert re.search(line, refusal(capsys, *flags))
+
+
+def test_an_interface_that_is_not_there_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line names the variable and the interface, before a process is started."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{socket.if_nameindex()[0][1]},bogus0")
+    assert "GLOO_SOCKET_IFNAME: no network interface bogus0" in refusal(capsys, "--tp-size", "2")
 
 
 def test_every_size_that_is_cut_is_looked_at() -> None:

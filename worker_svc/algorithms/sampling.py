@@ -12,7 +12,7 @@ position), whatever else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,23 +33,35 @@ def row_groups(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield rows, logits[rows].float()
 
 
+def greedy_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """`best_tokens` of greedy_kernel.py where it runs: Triton comes with a torch for CUDA only."""
+    if device.type != "cuda":
+        return None
+    from worker_svc.algorithms.greedy_kernel import best_tokens
+
+    return best_tokens
+
+
 def candidates(batch: StepBatch, logits: Tensor, penalty: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One token for every position, masked or not: ids int64 [R, B] and their probabilities float32 [R, B].
 
     `logits` [R, B, V] may be overwritten. `penalty` float32 [R] is taken off the logit of the token that now stands at
     the previous position of the block, from position 1 on; a masked position holds no token.
-    For a sampled row the probability is that of the drawn token after the filters.
+    For a sampled row the probability is that of the drawn token after the filters. A greedy row has the same bits
+    whether or not others are sampled.
     """
     sampling = batch.sampling
     previous = None if penalty is None else previous_tokens(batch)
-    if logits.is_cuda and not sampling.any_sampling:
-        from worker_svc.algorithms.greedy_kernel import best_tokens  # Triton comes with a torch for CUDA only
-
-        return best_tokens(logits, batch.mask_token_id, previous, penalty)
+    best_tokens = greedy_kernel(logits.device)
+    if best_tokens is not None:
+        tokens, probabilities = best_tokens(logits, batch.mask_token_id, previous, penalty)
+        if not sampling.any_sampling:
+            return tokens, probabilities
+    else:
+        tokens, probabilities = torch.zeros_like(batch.ids), torch.zeros_like(batch.ids, dtype=torch.float32)
     uniforms = None
     if sampling.any_sampling:
         uniforms = draw_uniforms(sampling, batch.block_index, batch.step_index, batch.ids.shape[1])
-    tokens, probabilities = torch.zeros_like(batch.ids), torch.zeros_like(batch.ids, dtype=torch.float32)
     for rows, group in row_groups(logits):
         group[..., batch.mask_token_id] = float("-inf")
         if penalty is not None and previous is not None:
@@ -58,13 +70,13 @@ def candidates(batch: StepBatch, logits: Tensor, penalty: Tensor | None = None) 
         top_logits, best = group.max(dim=-1, keepdim=True)  # the first of equals
         # From here on relative to the largest one: no temperature can make them overflow.
         group.sub_(top_logits)
-        if uniforms is not None:
-            drawn, probability = _draw(group, sampling, rows, uniforms[rows])
-            is_sampled = sampling.temperature[rows, None] > 0
-            tokens[rows] = torch.where(is_sampled, drawn, best.squeeze(-1))
-            probabilities[rows] = torch.where(is_sampled, probability, _probability_of_best(group))
-        else:
+        drawn = None if uniforms is None else _draw(group, sampling, rows, uniforms[rows])
+        if best_tokens is None:
             tokens[rows], probabilities[rows] = best.squeeze(-1), _probability_of_best(group)
+        if drawn is not None:
+            is_sampled = sampling.temperature[rows, None] > 0
+            tokens[rows] = torch.where(is_sampled, drawn[0], tokens[rows])
+            probabilities[rows] = torch.where(is_sampled, drawn[1], probabilities[rows])
     return tokens, probabilities
 
 

@@ -1,4 +1,4 @@
-"""Attention with FlashInfer's paged prefill kernels, in bf16 or fp16 on CUDA.
+"""Attention with FlashInfer's paged prefill kernels, in bf16 on CUDA.
 
 A unit, one block of one slot, is one request of FlashInfer's: its B queries over all (i + 1) * B keys of its prefix and
 itself, without a mask. That is exact, as all keys are written before any is read and no query of a unit sees less than

@@ -28,6 +28,11 @@ class BlockModel(nn.Module):
         """Where the weights are."""
         return next(self.parameters()).device
 
+    @property
+    def forward_waits(self) -> bool:
+        """Whether a forward reads on the host what the device has computed; such a one cannot be captured."""
+        return False
+
     @abstractmethod
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """ids, positions: int64 [U, B]. Returns hidden states [U, B, hidden_size], before the last norm."""

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from common.architectures.base import Backbone, Experts
 from worker_svc.attention.base import AttentionBackend
 from worker_svc.models.base import BlockModel
-from worker_svc.models.experts import route, run_experts, silu_gate
+from worker_svc.models.experts import loop_waits, route, run_experts, silu_gate
 from worker_svc.models.shard import WHOLE, Shard
 
 
@@ -190,6 +190,10 @@ class Decoder(BlockModel):
         self.layers = nn.ModuleList([Layer(config, index, dtype, shard) for index in range(config.num_layers)])
         self.norm = _weight(config.hidden_size, dtype=dtype)
         self.lm_head = None if config.tied_head else _weight(num_tokens, config.hidden_size, dtype=dtype)
+
+    @property
+    def forward_waits(self) -> bool:
+        return any(loop_waits(mlp.gate_up) for mlp in self.modules() if isinstance(mlp, SparseMlp))
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         cos, sin = rope_angles(positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)

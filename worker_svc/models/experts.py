@@ -76,6 +76,11 @@ def grouped_is_fast(gate_up: torch.Tensor) -> bool:
     return two_inner % 16 == 0 and hidden % 8 == 0 and torch.cuda.get_device_capability(gate_up.device) >= (9, 0)
 
 
+def loop_waits(gate_up: torch.Tensor) -> bool:
+    """Whether the host waits for the counts of tokens, as an expert follows the other on a device beside it."""
+    return gate_up.is_cuda and not grouped_is_fast(gate_up)
+
+
 def _product_per_expert(rows: torch.Tensor, weight: torch.Tensor, counts: list[int], out: torch.Tensor) -> None:
     """out[i] = weight[expert of row i] @ rows[i], for rows sorted by expert."""
     parts = zip(weight.mT.unbind(), torch.split(rows, counts), torch.split(out, counts), strict=True)
