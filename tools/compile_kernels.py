@@ -2,9 +2,9 @@
 
     FLASHINFER_CUDA_ARCH_LIST=9.0a FLASHINFER_WORKSPACE_BASE=/some/folder python tools/compile_kernels.py
 
-A worker that is started with the same two variables finds them and compiles nothing. Needs the extra `flashinfer`,
-ninja and a CUDA toolkit (CUDA_HOME). Prints a JSON line for each module. Triton compiles
-in a second, again where the worker runs.
+A worker that is started with the same two variables, where ninja and nvcc are, finds them and compiles nothing. Needs
+the extra `flashinfer`, ninja and a CUDA toolkit (CUDA_HOME). Prints a JSON line for each module. Triton compiles in a
+second, again where the worker runs.
 """
 
 from __future__ import annotations
