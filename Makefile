@@ -91,7 +91,7 @@ bench: $(STAMP) ## measure everything against its baselines (up to 25 minutes)
 bench-quick: $(STAMP) ## most of it with five short runs each (about 3 minutes)
 	@$(BIN)/python -m bench --quick
 
-eval: $(STAMP) ## the shipped modes give the answers of one request at a time (about 5 minutes)
+eval: $(STAMP) ## the shipped modes give the answers of one request at a time (about 3 minutes)
 	@$(BIN)/python -m bench.evaluate
 
 dashboard-picture: $(STAMP) ## docs/pictures/dashboard.png anew; needs Prometheus (about 2 minutes)
