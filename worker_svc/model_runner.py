@@ -146,3 +146,9 @@ def _one_unit(inputs: ForwardInput, unit: int, block: int, wants_logits: bool) -
     logits_units = torch.zeros(int(wants_logits), dtype=torch.int64, device=inputs.ids.device)
     segments = (Segment(first_unit=0, num_units=1, first_block=block),)
     return ForwardInput(inputs.ids[this], inputs.slots[this], inputs.block_index[this], segments, logits_units)
+
+
+def forget_pool(runner: ModelRunner) -> None:
+    """After its last forward over a pool that is given up: nothing in the runner holds the pool any more."""
+    if isinstance(runner, TorchModelRunner):
+        runner.attention.forget()

@@ -22,7 +22,7 @@ from worker_svc.denoise import DenoiseLoop
 from worker_svc.fault_hook import loop_type
 from worker_svc.loop_config import LoopConfig, SettingsError
 from worker_svc.memory import measure_memory, page_bytes_of, pool_pages
-from worker_svc.model_runner import ModelRunner, TorchModelRunner
+from worker_svc.model_runner import ModelRunner, TorchModelRunner, forget_pool
 from worker_svc.models.loading import load_model
 from worker_svc.models.shard import WHOLE, Shard
 from worker_svc.ranks import Ranks, missing_interface
@@ -112,6 +112,7 @@ def sized_by_memory(runner: ModelRunner, config: LoopConfig, settings: WorkerSet
     trial = DenoiseLoop(runner, replace(config, num_pages=pages_for_full(config)), time.monotonic)
     warm_up(trial, full=True)
     del trial
+    forget_pool(runner)
     memory = runner.measure_memory() if isinstance(runner, LeadingRunner) else measure_memory(runner.device)
     page_bytes = page_bytes_of(runner.num_layers, config.page_size, runner.num_kv_heads, runner.head_dim, runner.dtype)
     num_pages = pool_pages(memory, settings.mem_fraction_static, page_bytes, config)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from worker_svc.kv.store import KVStore
 from worker_svc.memory import DeviceMemory, measure_memory
-from worker_svc.model_runner import ForwardInput, ModelRunner, Segment
+from worker_svc.model_runner import ForwardInput, ModelRunner, Segment, forget_pool
 from worker_svc.models.shard import Shard
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # within a forward
@@ -101,6 +101,7 @@ class LeadingRunner:
     def measure_memory(self) -> DeviceMemory:
         """See `memory.measure_memory`: of the rank with the least room."""
         self._group.send(Order.MEASURE_MEMORY)
+        forget_pool(self._runner)
         return self._group.least(measure_memory(self.device))
 
     def stop(self) -> None:
@@ -165,6 +166,7 @@ def follow(runner: ModelRunner, group: Group) -> None:
             return
         if order is Order.MEASURE_MEMORY:
             kv = None
+            forget_pool(runner)
             group.least(measure_memory(group.device))
         else:
             inputs, kv = receive_forward(group, runner, numbers, kv)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.e2e.served import MODEL
 from tests.worker.scripted import ScriptedRunner, make_loop
 from worker_svc import start_up
 from worker_svc.__main__ import main
+from worker_svc.denoise import DenoiseLoop
 from worker_svc.loop_config import LoopConfig, loop_config
 from worker_svc.memory import GIB, RESERVED_PAGES, DeviceMemory, OutOfRoom, page_bytes_of, pool_pages
 from worker_svc.settings import WorkerSettings
@@ -102,6 +105,28 @@ def test_the_pool_is_sized_by_what_a_device_has_left(monkeypatch: pytest.MonkeyP
     sized = start_up.sized_by_memory(runner, config, settings)
     page_bytes = page_bytes_of(runner.num_layers, config.page_size, runner.num_kv_heads, runner.head_dim, runner.dtype)
     assert sized == replace(config, num_pages=86 * GIB // page_bytes - RESERVED_PAGES)
+
+
+def test_the_trial_pool_is_gone_when_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing holds its tensors then, the attention neither: else it would be missing from the pool for good."""
+    settings = WorkerSettings(model_path=MODEL, max_running_requests=4, chunked_prefill_size=64)
+    folder = read_model_folder(MODEL)
+    pools: list[int] = []
+
+    class Trial(DenoiseLoop):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            pools.append(self.kv.k.untyped_storage().data_ptr())
+
+    def measured(device: torch.device) -> DeviceMemory:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        assert pools and not any(each.untyped_storage().data_ptr() in pools for each in tensors)
+        return H200
+
+    monkeypatch.setattr(start_up, "DenoiseLoop", Trial)
+    monkeypatch.setattr(start_up, "measure_memory", measured)
+    start_up.sized_by_memory(start_up.load_runner(folder, settings), loop_config(folder, settings), settings)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -44,6 +44,16 @@ class AttentionBackend(ABC):
             self.plan(inputs, kv)
             self._planned_for = inputs.segments, kv
 
+    def forget(self) -> None:
+        """Let go of the pool that was planned for last, so that its memory can be given back; `prepare` plans anew."""
+        if self._planned_for is not None:
+            self._planned_for = None
+            self._drop_pool()
+
+    @abstractmethod
+    def _drop_pool(self) -> None:
+        """Drop what `plan` kept of the pool."""
+
     @abstractmethod
     def plan(self, inputs: ForwardInput, kv: KVStore) -> None:
         """Work out, for all layers at once, where keys and values go and what each unit reads."""

@@ -155,6 +155,9 @@ class FlashInferAttention(AttentionBackend):
             self._planned = torch.cuda.Event()
             self._planned.record(torch.cuda.current_stream(kv.k.device))
 
+    def _drop_pool(self) -> None:
+        del self._kv
+
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool = self._kv.k[layer], self._kv.v[layer]
         batch_indices, positions, indices, indptr, last_page_len = self._append

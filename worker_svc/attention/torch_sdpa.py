@@ -69,6 +69,9 @@ class TorchSdpaAttention(AttentionBackend):
         for segments in buckets.values():
             self._batches.append(self._plan_rows(segments, inputs, all_units=len(segments) == num_units))
 
+    def _drop_pool(self) -> None:
+        del self._k, self._v, self._table
+
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k_pool, v_pool = self._k[layer], self._v[layer]
         k_pool.index_copy_(0, self._write_blocks, k)
