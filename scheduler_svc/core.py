@@ -15,6 +15,7 @@ import structlog
 from common.errors import AlreadyLive, DeadlineOver, ServiceError, TakenOver, Unavailable
 from common.fingerprint import check_fingerprint
 from common.model_folder import ModelFolder
+from common.resolving import Resolve
 from fdfo.scheduler.v1 import resume_pb2
 from fdfo.scheduler.v1 import scheduler_pb2 as api
 from fdfo.worker.v1 import worker_pb2 as pb
@@ -57,7 +58,7 @@ class Scheduler:
         algorithm_params: Mapping[str, float],
         connect: Callable[[str, str], Link] = WorkerLink,
         hold_events_s: float = HOLD_S,
-        resolve: discovery.Resolve = discovery.resolve,
+        resolve: Resolve = discovery.resolve,
         served_models: Sequence[ServedModel] = (),
         metrics: SchedulerMetrics | None = None,
     ) -> None:

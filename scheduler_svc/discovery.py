@@ -7,28 +7,23 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 import structlog
 
+from common import resolving
+from common.resolving import Resolve
 from scheduler_svc.settings import split_target
 
 RESOLVE_TIMEOUT_S = 5.0
-
-Resolve = Callable[[str, int], Awaitable[Collection[str]]]  # host and port to targets, address:port each
 
 log = structlog.get_logger()
 
 
 async def resolve(host: str, port: int) -> set[str]:
-    """The targets behind a name, by the system's resolver. Raises OSError, or TimeoutError, which is one."""
+    """See `resolving.resolve`. After `RESOLVE_TIMEOUT_S` it raises TimeoutError, which is an OSError."""
     async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return {
-        f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
-        for family, _, _, _, address in found
-    }
+        return await resolving.resolve(host, port)
 
 
 async def follow(

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from common.resolving import Resolve, resolve
 from fdfo_client._access import OPEN, Access
 from fdfo_client._async_client import AsyncClient
 from fdfo_client._errors import FdfoError
 from fdfo_client._types import ServerInfo
-
-Resolve = Callable[[str, int], Awaitable[Collection[str]]]  # host and port to targets, address:port each
 
 # A name whose addresses are asked one by one; gRPC itself would ask one of them at a time.
 _DNS_NAME = re.compile(r"dns:(?:///)?(?P<host>[^/]+):(?P<port>\d+)")
@@ -29,15 +27,6 @@ class Sample:
     at_s: float
     info: ServerInfo | None
     error: str = ""
-
-
-async def resolve(host: str, port: int) -> set[str]:
-    """The targets behind a name, by the system's resolver. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return {
-        f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
-        for family, _, _, _, address in found
-    }
 
 
 class Sampler:

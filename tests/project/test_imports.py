@@ -48,6 +48,8 @@ ALSO_ALLOWED = {
     },
     Path("fdfo_client/doctor/services.py"): {"common.fingerprint"},
     Path("fdfo_client/commands/info.py"): {"common.fingerprint"},
+    # The addresses behind a name, as schedulers find their workers.
+    Path("fdfo_client/top/sampling.py"): {"common.resolving"},
     # The exit status of a service whose configuration is wrong.
     Path("fdfo_client/child_process.py"): SETTINGS,
     Path("fdfo_client/commands/replay.py"): SETTINGS | {"common.logging"},
